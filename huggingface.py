@@ -1,14 +1,14 @@
 """Export a run to a directory that transformers loads, or import one: out/<run>/ ↔ hf/<name>/.
 
 python huggingface.py export out/NAME hf/NAME [--family NAME] [--gguf q8_0 | --adapter]
-python huggingface.py import DIRECTORY_OR_HUB_NAME out/NAME [--tokenizer NAME | --base out/BASE]
+python huggingface.py import DIRECTORY_OR_HUB_NAME out/NAME [--tokenizer NAME] [--base out/BASE]
 """
 
 import json
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 import tyro
@@ -16,22 +16,20 @@ import tyro
 from engine.core.cli import run_command, shell_command, warn
 from engine.core.errors import UserError
 from engine.core.files import atomic_directory, read_json, write_json
-from engine.core.settings import parse
+from engine.core.settings import check_flags, parse
 from engine.data.chats.chat import chat_format
 from engine.data.tokenizer import Tokenizer, from_document, load_tokenizer, named_tokenizer
 from engine.data.tokenizer_config import read_chat_templates
 from engine.data.tokenizer_json import EXTENSION_KEY, token_ids_of, with_extension
-from engine.data.tokenizer_training import pre_tokenizer_name
 from engine.huggingface import adapter, convert, directory
 from engine.huggingface import gguf as gguf_file
 from engine.huggingface.families import MODEL_FAMILIES, Family, unsupported_settings
 from engine.nn.attention import CHECK_TOLERANCE, attention_difference
-from engine.nn.lora import TOKEN_PARAMETERS
-from engine.nn.positions import FREQUENCY_BASE, sinusoids
-from engine.runs.checkpoint import Checkpoint, RunState, load_model, write_checkpoint, write_tensors
+from engine.runs import checkpoint as checkpoints
+from engine.runs.checkpoint import Checkpoint, RunState, load_model, write_tensors
 from engine.runs.run_files import find_checkpoint, list_checkpoints
 from engine.training.estimate import cached_meta_model
-from model import GPT, ModelConfig
+from model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,7 @@ class ImportConfig:
     out: tyro.conf.Positional[Path]  # The run folder to create.
     tokenizer: str | None = None  # As for prepare.py. None: the model's own.
     base: Path | None = None  # For an adapter of PEFT: the run or import of its base model.
+    force: bool = False  # Replace an earlier import.
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -96,61 +95,33 @@ def export_model(config: ExportConfig) -> str:
     if model.config.attention == "loop" and attention_difference(model) > CHECK_TOLERANCE:
         problem = "no family computes attention as Head.attention in model.py does"
         raise UserError(f"{config.run}: {problem}. Use sample.py.")
-    family, model_config = choose_family(model.config, config.family, tokenizer)
+    names = gguf_file.LLAMA_CPP_ACTIVATIONS if config.gguf else MODEL_FAMILIES
+    family, model_config = choose_family(model.config, config.family, tokenizer, names)
     if config.adapter:
         return adapter.export_adapter(config.out, checkpoint, model.config.head_width, family)
-    tensors = convert.to_hf(rewrite_params(model, model_config), family)
+    tensors = convert.to_hf(convert.rewrite_params(model, model_config), family)
     hf_config = convert.to_hf_config(model_config, family) | directory.special_token_ids(tokenizer)
     if config.gguf:
-        gguf_file.check_supported(hf_config, tokenizer)
+        gguf_file.check_supported(model_config, family, tokenizer)
     template = directory.chat_template(tokenizer, checkpoint.is_chat_model)
+    sampling = directory.read_sampling((checkpoint.base or checkpoint).path)
     name = config.out.resolve().name
     with atomic_directory(config.out) as path:
         write_tensors(path / "model.safetensors", tensors, {"format": "pt"})
         write_json(path / "config.json", hf_config)
-        directory.write_tokenizer(path, tokenizer, model_config.context_length, template)
+        length = model_config.context_length
+        directory.write_tokenizer(path, tokenizer, length, template, sampling)
         directory.write_card(path / "README.md", name, checkpoint.state, model.num_parameters)
         if config.gguf:
             file = path / f"{name}-{config.gguf}.gguf"
             gguf_file.write(file, hf_config, tensors, tokenizer, template, config.gguf)
-        report = directory.compare_with_transformers(path, model, tokenizer)
+        report = directory.compare_with_transformers(path, model, tokenizer, family)
         if config.dtype == "bfloat16":  # the comparison is exact only before rounding
             rounded = {name: tensor.bfloat16() for name, tensor in tensors.items()}
             write_tensors(path / "model.safetensors", rounded, {"format": "pt"})
             dtypes = dict.fromkeys(("dtype", "torch_dtype"), config.dtype)
             write_json(path / "config.json", hf_config | dtypes)
         return report
-
-
-def import_adapter(config: ImportConfig, path: Path, imported: str) -> bool:
-    """Import an adapter of PEFT onto its base model, and return whether one can chat with it."""
-    settings = adapter.read_settings(path)
-    name = settings.base_model_name_or_path
-    if config.base is None:
-        problem = f"is an adapter of {name or 'another model'}"
-        raise UserError(f"{path}: {problem}. Import that, and name the import with --base.")
-    base = find_checkpoint(config.base)
-    if name and base.state.imported not in (name, str(Path(name).resolve())):
-        warn(f"{path}: its base model is {name}, and {config.base} was not imported from that")
-    model_config = base.state.model
-    tokenizer = read_adapter_tokenizer(config.tokenizer, path, base)
-    family, hf_config = choose_family(model_config, "auto", tokenizer)
-    params = adapter.read_adapter(path, settings, model_config, family)
-    token_params = params.keys() & TOKEN_PARAMETERS
-    if token_params and (model_config.scale_embeddings or model_config.norm != hf_config.norm):
-        problem = f"{path}: its embeddings need a base model that was imported (got {base.path})"
-        raise UserError(f"{problem}. Export that, import the export, and name it with --base.")
-    if token_params and model_config.tie_embeddings:  # in PEFT, each has its own copy
-        model_config = replace(model_config, tie_embeddings=False)
-        params.setdefault("head.weight", dict(base.merged_model())["token_embedding.weight"])
-    state = RunState(
-        model_config,
-        imported=imported,
-        examples="chats" if read_chat_templates(path) else base.state.examples,
-        base=base.reference(config.out),
-        is_modified=base.state.is_modified,
-    )
-    return write_import(config.out, state, params, tokenizer)
 
 
 def read_adapter_tokenizer(name: str | None, path: Path, base: Checkpoint) -> Tokenizer:
@@ -177,51 +148,86 @@ def read_adapter_tokenizer(name: str | None, path: Path, base: Checkpoint) -> To
     return tokenizer
 
 
+def read_model(
+    config: ImportConfig, path: Path
+) -> tuple[Family, RunState, convert.Tensors, Tokenizer]:
+    """Read a model of transformers."""
+    check_flags([("--base", config.base, False, f"an adapter of PEFT (got {path})")])
+    source = str(path / "config.json")
+    family, model_config = convert.from_hf_config(read_json(path / "config.json"), source)
+    tensors = directory.read_tensors(path, convert.rewrite_config(model_config, family), family)
+    if model_config.tie_embeddings and convert.has_own_head(tensors, family):
+        warn(f"{source}: tie_word_embeddings is true, but lm_head.weight differs: not tied")
+    tokenizer = directory.read_tokenizer(path, config.tokenizer)
+    num_rows = len(tensors[f"{family.modules['token_embedding']}.weight"])
+    if tokenizer.vocab_size > num_rows:
+        sizes = f"got {tokenizer.vocab_size:,} tokens, the model has {num_rows:,}"
+        fix = f"Give that of the model, or call its resize_token_embeddings({tokenizer.vocab_size})"
+        name = "--tokenizer" if config.tokenizer else path / "tokenizer.json"
+        raise UserError(f"{name}: must fit the model's embeddings ({sizes}). {fix}.")
+    examples: Literal["chats"] | None = "chats" if read_chat_templates(path) else None
+    return family, RunState(model_config, examples=examples), tensors, tokenizer
+
+
+def read_adapter(
+    config: ImportConfig, path: Path
+) -> tuple[Family, RunState, convert.Tensors, Tokenizer]:
+    """Read an adapter of PEFT, merged into its base model."""
+    hf_config = adapter.read_config(path)
+    name = hf_config.get("base_model_name_or_path")
+    if config.base is None:
+        problem = f"is an adapter of {name or 'another model'}"
+        raise UserError(f"{path}: {problem}. Import that, and name the import with --base.")
+    base = find_checkpoint(config.base)
+    if name and base.state.imported not in (name, str(Path(name).resolve())):
+        warn(f"{path}: its base model is {name}, and {config.base} was not imported from that")
+    tokenizer = read_adapter_tokenizer(config.tokenizer, path, base)
+    model = load_model(base)
+    family, model_config = choose_family(model.config, "auto", tokenizer)
+    # In PEFT, a tied embedding and head are adapted alone, but merged together.
+    is_tied = model_config.tie_embeddings and bool(hf_config.get("ensure_weight_tying"))
+    peft_config = replace(model_config, tie_embeddings=is_tied)
+    tensors = convert.to_hf(convert.rewrite_params(model, peft_config), family)
+    tensors = adapter.merge_adapter(path, peft_config, family, tensors)
+    examples = "chats" if read_chat_templates(path) else base.state.examples
+    return family, RunState(model_config, examples=examples), tensors, tokenizer
+
+
 def import_model(config: ImportConfig) -> bool:
     """Import a model, and return whether one can chat with it.
 
     Raises UserError, before anything is written, for an unsupported one.
     """
-    if list_checkpoints(config.out):
-        raise UserError(f"{config.out}: already has checkpoints. Choose another folder.")
+    target = config.out / "checkpoints" / "step-00000000"
+    if paths := list_checkpoints(config.out):
+        is_import = (
+            paths == [target]
+            and checkpoints.read_state(target).imported is not None
+            and not checkpoints.adapters_file(target).exists()
+        )
+        advice = "Add --force to replace it, or choose" if is_import else "Choose"
+        if not (config.force and is_import):
+            raise UserError(f"{config.out}: already has checkpoints. {advice} another folder.")
     path = directory.find_directory(config.source)
+    is_adapter = (path / adapter.CONFIG_FILE).is_file()
+    family, state, tensors, tokenizer = (read_adapter if is_adapter else read_model)(config, path)
+    is_tied = state.model.tie_embeddings and not convert.has_own_head(tensors, family)
+    model_config = replace(state.model, tie_embeddings=is_tied)
+    names = dict(cached_meta_model(model_config).named_parameters())
+    params = convert.from_hf(tensors, names, family)
     imported = str(path.resolve()) if Path(config.source).is_dir() else config.source
-    if (path / adapter.CONFIG_FILE).is_file():
-        return import_adapter(config, path, imported)
-    if config.base:
-        raise UserError(f"--base: is for adapters of PEFT, and {path} has none. Leave it out.")
-    source = str(path / "config.json")
-    fix = "Give the directory of its config.json, in transformers' layout"
-    directory.check_exists(path / "config.json", fix)
-    family, model_config = convert.from_hf_config(read_json(path / "config.json"), source)
-    tensors = convert.read_names(directory.read_tensors(path), family, str(path))
-    if model_config.tie_embeddings and convert.has_own_head(tensors, family):
-        warn(f"{source}: tie_word_embeddings is true, but lm_head.weight differs: not tied")
-        model_config = replace(model_config, tie_embeddings=False)
-    if model_config.num_layers > len(tensors):
-        got = f"got {len(tensors)} for {model_config.num_layers:,} layers"
-        raise UserError(f"{source}: each layer must have tensors ({got}).")
-    name = config.tokenizer
-    tokenizer = named_tokenizer(name) if name else directory.read_tokenizer(path)
-    model = cached_meta_model(model_config)
-    num_rows = len(model.token_embedding.weight)
-    if tokenizer.vocab_size > num_rows:
-        sizes = f"got {tokenizer.vocab_size:,} tokens, the model has {num_rows:,}"
-        fix = f"Give that of the model, or call its resize_token_embeddings({tokenizer.vocab_size})"
-        tokenizer_name = "--tokenizer" if name else path / "tokenizer.json"
-        raise UserError(f"{tokenizer_name}: must fit the model's embeddings ({sizes}). {fix}.")
-    if pre_tokenizer_name(tokenizer) is None:
-        warn(f"--gguf will not write its {tokenizer.kind} tokenizer: {gguf_file.OTHER_CONVERTER}")
-    params = convert.from_hf(tensors, dict(model.named_parameters()), family, str(path))
-    examples: Literal["chats"] | None = "chats" if read_chat_templates(path) else None
-    state = RunState(model_config, imported=imported, examples=examples)
-    return write_import(config.out, state, params, tokenizer)
+    state = replace(state, model=model_config, imported=imported)
+    sampling = directory.read_sampling(path)
+    if sampling:
+        values = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
+        print(f"Its defaults of sampling, by generation_config.json: {values}")
 
+    def save_files(file: Path) -> None:
+        tokenizer.save(file)
+        if sampling:
+            write_json(file.with_name("generation_config.json"), sampling)
 
-def write_import(out: Path, state: RunState, params: convert.Tensors, tokenizer: Tokenizer) -> bool:
-    """Write the checkpoint of an import, and return whether one can chat with it."""
-    path = out / "checkpoints" / "step-00000000"
-    write_checkpoint(path, state, params, {}, tokenizer.save)
+    checkpoints.write_checkpoint(target, state, params, {}, save_files)
     try:
         chat_format(tokenizer)
     except UserError as error:
@@ -231,69 +237,23 @@ def write_import(out: Path, state: RunState, params: convert.Tensors, tokenizer:
 
 
 def choose_family(
-    config: ModelConfig, name: str, tokenizer: Tokenizer
+    config: ModelConfig, name: str, tokenizer: Tokenizer, names: Iterable[str] = MODEL_FAMILIES
 ) -> tuple[Family, ModelConfig]:
-    """Return the family to export as, and the config rewritten for it.
+    """Return the family to export as, by default one of the names, and the config rewritten for it.
 
     Raises UserError, naming every unsupported setting, if there is none.
     """
     families = MODEL_FAMILIES.items()
-    configs = {key: rewrite_config(config, family) for key, family in families}
+    configs = {key: convert.rewrite_config(config, family) for key, family in families}
     unsupported = {key: unsupported_settings(configs[key], family) for key, family in families}
-    if not directory.is_qwen2_tokenizer(tokenizer):
-        unsupported["qwen2"].append(f"{tokenizer.kind} tokenizer (supported: Qwen2's)")
-    supporting = [key for key in MODEL_FAMILIES if not unsupported[key]]
+    unsupported["qwen2"] += directory.differences_from_qwen2(tokenizer)
+    supporting = [key for key in names if not unsupported[key]]
     if name == "auto":
-        name = min(MODEL_FAMILIES, key=lambda key: len(unsupported[key]))
+        name = min(names, key=lambda key: len(unsupported[key]))
     if unsupported[name]:
         fix = f"Use --family {supporting[0]}." if supporting else "Train without them to export."
         raise UserError(f"--family {name}: unsupported {', '.join(unsupported[name])}. {fix}")
     return MODEL_FAMILIES[name], configs[name]
-
-
-def rewrite_config(config: ModelConfig, family: Family) -> ModelConfig:
-    """Return an equivalent config without None, in settings of the family where possible."""
-    supports = family.supported_values()
-    changes: dict[str, Any] = {
-        "attention": "fused",
-        "scale_embeddings": False,
-        "rope_base": config.rope_base or FREQUENCY_BASE,
-        "num_kv_heads": config.num_groups,
-        "head_dim": config.head_width,
-        "d_ff": config.feed_forward_width,
-        "norm_epsilon": config.epsilon,
-    }
-    if config.norm == "rmsnorm" and "weighted_rmsnorm" in supports["norm"]:
-        changes["norm"] = "weighted_rmsnorm"
-    if config.position == "sinusoidal" and "learned" in supports["position"]:
-        changes["position"] = "learned"
-    if config.scale_embeddings and config.tie_embeddings and "rmsnorm" not in supports["norm"]:
-        changes["tie_embeddings"] = False  # the head is not scaled
-    if supports.get("bias") == (True,) or (config.qkv_bias and "bias" not in supports):
-        changes["bias"] = True
-    if config.bias or changes.get("bias"):
-        changes["qkv_bias"] = False  # bias includes it
-    return replace(config, **changes)
-
-
-def rewrite_params(model: GPT, config: ModelConfig) -> convert.Tensors:
-    """Compute the parameters that give the same logits under the rewritten config."""
-    params: convert.Tensors = dict(model.named_parameters())
-    embedding = params["token_embedding.weight"]
-    if model.config.scale_embeddings:
-        params["token_embedding.weight"] = embedding * math.sqrt(config.d_model)
-    if model.config.norm != config.norm:  # rmsnorm becomes weighted_rmsnorm
-        params["token_embedding.weight"] = model.embedding_norm(params["token_embedding.weight"])
-    if model.config.position != config.position:
-        positions = torch.arange(config.context_length)
-        params["position_embedding.weight"] = sinusoids(positions, config.d_model)
-    if model.config.tie_embeddings != config.tie_embeddings:
-        params["head.weight"] = embedding
-    neutral = {  # norm weights of 1 and biases of 0 change nothing
-        name: torch.full(param.shape, float(name.endswith("norm.weight")))
-        for name, param in cached_meta_model(config).named_parameters()
-    }
-    return neutral | params
 
 
 if __name__ == "__main__":

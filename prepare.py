@@ -1,40 +1,41 @@
 """Turn text into data/<name>/: a tokenizer, memory-mapped token shards and a manifest.
 
-python prepare.py INPUT… [--tokenizer NAME] [--vocab-size N] [--out data/NAME] [--val-fraction F]
-python prepare.py PAIRS.jsonl --prompt-field A --completion-field B   prompts with completions
-python prepare.py CHATS.jsonl --chat                                  chats
-python prepare.py INPUT… --ray local                                  on a Ray cluster
-python prepare.py INPUT… --val FILE…                                  validation text of your own
+python prepare.py INPUT… [--tokenizer NAME] [--vocab-size N] [--out data/NAME] [--val FILE]
+python prepare.py PAIRS.jsonl --prompt-field A --completion-field B   or   CHATS.jsonl --chat
 python prepare.py --show data/NAME                                    describe a dataset
 
 To resume an interrupted run, run the same command again.
 """
 
+import contextlib
 import os
-import re
+import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 import tyro
 from annotated_types import Ge, Le, Lt
 
-from engine.core.cli import count_noun, run_command, shell_command, warn
+from engine.core.cli import run_command, say, shell_command
 from engine.core.errors import UserError
 from engine.core.files import exclusive_lock
-from engine.core.settings import parse
+from engine.core.settings import check_flags, parse, unescape
 from engine.core.values import check_ranges
 from engine.data.chats import chat, examples
 from engine.data.dataset import dataset_name, is_up_to_date
-from engine.data.dataset_summary import describe_dataset
-from engine.data.inputs.documents import Corpus
-from engine.data.inputs.finder import INPUT_ADVICE, STDIN_NAME, find_sources
-from engine.data.inputs.sources import DEFAULT_ENCODING, Reader, Source
-from engine.data.inputs.text import normalize_encoding
-from engine.data.tokenizer import ByteTokenizer, Tokenizer, named_tokenizer
-from engine.data.tokenizer_json import MAX_VOCAB_SIZE, SPECIAL_TOKENS, SPLIT_PATTERNS
+from engine.data.documents.corpus import Corpus
+from engine.data.records.reader import choose_sources
+from engine.data.records.text import DEFAULT_ENCODING, Reader, normalize_encoding
+from engine.data.shards.dataset_summary import describe_dataset, describe_notes
+from engine.data.shards.writer import work_folder, write_dataset
+from engine.data.sources.finder import INPUT_ADVICE, STDIN_NAME, find_sources
+from engine.data.sources.notes import Notes
+from engine.data.sources.source import Source
+from engine.data.tokenizer import Tokenizer, named_tokenizer
+from engine.data.tokenizer_json import MAX_VOCAB_SIZE, SPLIT_PATTERNS
 from engine.data.tokenizer_training import (
     DEFAULT_PATTERN,
     MIN_BPE_VOCAB_SIZE,
@@ -42,15 +43,14 @@ from engine.data.tokenizer_training import (
     train_bpe_tokenizer,
     train_char_tokenizer,
 )
-from engine.data.writer import write_dataset
 
 DEFAULT_VAL_FRACTION = 0.1
 MAX_TOKENIZER_BYTES = 2**27  # to train a BPE on: of more text, the beginning of each unit
 TRAINED_TOKENIZERS = ("char", "bpe")
-# Of a dataset's origin, as they are in PrepareConfig.
-ORIGIN_SETTINGS = ["vocab_size", "deduplicate", "field", "completion_field", "chat_field"]
-ORIGIN_SETTINGS += ["hf_config", "hf_split", "hf_val_split", "skip_bad_rows"]
-ORIGIN_SETTINGS += ["parse_special", "prompt_suffix"]
+# Settings of PrepareConfig that a dataset depends on, besides its tokenizer.
+ORIGIN_SETTINGS = ["vocab_size", "pattern", "deduplicate", "field", "completion_field"]
+ORIGIN_SETTINGS += ["chat_field", "hf_config", "hf_split", "hf_val_split", "skip_bad_rows"]
+ORIGIN_SETTINGS += ["parse_special", "prompt_suffix", "errors"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,9 @@ class PrepareConfig:
     val_fraction: Annotated[float | None, Ge(0), Lt(1)] = None
     val: tuple[str, ...] = ()
     """Files, folders or addresses for validation; all other inputs are for training."""
-    glob: str | None = None  # Pattern of the files to take from folders, at any depth; None: all.
+    # Pattern of the files to take from folders, at any depth, or after a ! to leave out, as in
+    # '!*.log'; the flag may be repeated. None: all files, or the larger of plain text and records.
+    glob: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     # The field or column that holds the text; None: text. A dotted name reaches into objects.
     field: str | None = None
     prompt_field: tuple[str, ...] | str | None = None
@@ -131,6 +133,23 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"Train on it: {command}")
 
 
+def prepare_to_train(arguments: list[str], training: str) -> None:
+    """Prepare as by this command line, and print it and the notes; ``training`` comes next.
+
+    Raises UserError, which names both commands if a flag can help.
+    """
+    command = shell_command("python", "prepare.py", *arguments)
+    say(f"$ {command}")
+    try:
+        out, is_new = prepare(parse(PrepareConfig, arguments))
+    except UserError as error:
+        if "--" not in str(error):
+            raise
+        raise UserError(f"{error} Add flags to: {command}, then: {training}") from None
+    for line in describe_notes(out) if is_new else ():
+        say(line)
+
+
 def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bool]:
     """Make the dataset of a config. Returns its folder and whether it is new.
 
@@ -143,13 +162,17 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
         tokenizer = chat.with_template(named, config.chat_template, config.template_variable)
     out = config.out or Path("data") / dataset_name(config.inputs[0])
     reader = make_reader(config, tokenizer)
+    notes = Notes()
     with tempfile.TemporaryDirectory() as spool:
-        sources, val_sources = list_sources(config, Path(spool))
+        sources, val_sources = list_sources(config, reader, Path(spool), notes)
         check_reader(config, reader, [*sources, *val_sources])
         val_fraction = 0.0 if val_sources else config.val_fraction or DEFAULT_VAL_FRACTION
-        corpus = Corpus(sources, val_fraction, val_sources, reader)
+        corpus = Corpus(sources, val_fraction, val_sources, reader, notes)
         origin = origin_of(corpus, config, tokenizer)
         if is_up_to_date(out, origin, config.force, corpus.version, corpus.hash_content):
+            if work_folder(out).exists():  # of a run that was killed
+                with contextlib.suppress(UserError), exclusive_lock(out):
+                    shutil.rmtree(work_folder(out))
             return out, False
         with exclusive_lock(out):
             if config.tokenizer == "char":
@@ -179,38 +202,33 @@ def check_arguments(config: PrepareConfig) -> None:
     if config.val_fraction is not None and has_val == bool(config.val_fraction):
         problem = f"must be 0 with --val, and greater without it (got {config.val_fraction})"
         raise UserError(f"--val-fraction: {problem}. Leave it out.")
-    if config.glob and Path(config.glob).is_file() and any(map(os.path.isfile, inputs)):
-        pattern = f"--glob '*{Path(config.glob).suffix}'"
-        raise UserError(f"--glob: must be a pattern (got {config.glob}). Quote it: {pattern}")
+    if any(Path(glob).is_file() for glob in config.glob) and any(map(os.path.isfile, inputs)):
+        raise UserError(f"--glob: must be a pattern (got {config.glob[0]}). Quote it: '*.txt'")
     trains_bpe = config.tokenizer == "bpe"
     has_template = config.chat and config.tokenizer not in TRAINED_TOKENIZERS
-    is_not_char = config.tokenizer != "char"
+    can_parse = not config.chat and config.tokenizer != "char"
     has_folder = any("://" in name or Path(name).is_dir() for name in inputs)
     has_hub = any(name.startswith("hf:") for name in inputs)
     has_val_hub = any(name.startswith("hf:") for name in config.val or config.inputs)
-    requirements = [
-        ("--vocab-size", config.vocab_size, trains_bpe, "--tokenizer bpe"),
-        ("--pattern", config.pattern, trains_bpe, "--tokenizer bpe"),
-        ("--prompt-field", config.prompt_field, config.completion_field, "--completion-field"),
-        ("--completion-field", config.completion_field, config.prompt_field, "--prompt-field"),
-        ("--prompt-suffix", config.prompt_suffix, config.prompt_field, "--prompt-field"),
-        ("--parse-special", config.parse_special, not config.chat, "text or pairs, not --chat"),
-        ("--parse-special", config.parse_special, is_not_char, "a --tokenizer other than char"),
-        ("--chat-field", config.chat_field, config.chat, "--chat"),
-        ("--chat-template", config.chat_template, has_template, "--chat and a --tokenizer"),
-        ("--template-variable", config.template_variable, has_template, "--chat and a --tokenizer"),
-        ("--glob", config.glob, has_folder, "a folder as input"),
-        ("--hf-config", config.hf_config, has_hub, "hf:NAME as input"),
-        ("--hf-split", config.hf_split, has_hub, "hf:NAME as input"),
-        ("--hf-val-split", config.hf_val_split, has_val_hub, "hf:NAME as input"),
-        ("--separator", config.separator == "", False, "a text"),
-        ("--ray", config.ray, STDIN_NAME not in inputs, "files instead of standard input"),
+    num_forms = sum(map(bool, (config.chat, config.prompt_field, config.field)))
+    needs = [
+        ("vocab_size pattern", trains_bpe, "--tokenizer bpe"),
+        ("prompt_field", config.completion_field, "--completion-field"),
+        ("completion_field prompt_suffix", config.prompt_field, "--prompt-field"),
+        ("parse_special", can_parse, "text or pairs, and a --tokenizer other than char"),
+        ("chat field", num_forms < 2, "an input without --field and --prompt-field"),
+        ("chat_field", config.chat, "--chat"),
+        ("chat_template template_variable", has_template, "--chat and a --tokenizer"),
+        ("glob", has_folder, "a folder as input"),
+        ("hf_config hf_split", has_hub, "hf:NAME as input"),
+        ("hf_val_split", has_val_hub, "hf:NAME as input"),
+        ("separator", config.separator != "", "a text"),
+        ("ray", STDIN_NAME not in inputs, "files instead of standard input"),
     ]
-    for flag, value, is_met, requirement in requirements:
-        if value and not is_met:
-            raise UserError(f"{flag}: needs {requirement}. Otherwise leave {flag} out.")
-    if sum(map(bool, (config.chat, config.prompt_field, config.field))) > 1:
-        raise UserError("--chat, --prompt-field, --field: are mutually exclusive. Give one.")
+    for names, is_met, need in needs:
+        for name in names.split():
+            is_set = getattr(config, name) not in (None, False, ())
+            check_flags([(f"--{name.replace('_', '-')}", is_set, is_met, need)])
 
 
 def make_reader(config: PrepareConfig, tokenizer: Tokenizer | None) -> Reader:
@@ -222,58 +240,69 @@ def make_reader(config: PrepareConfig, tokenizer: Tokenizer | None) -> Reader:
     if config.completion_field:
         suffix = unescape(config.prompt_suffix)
         parser = examples.pair_parser(config.prompt_field or (), config.completion_field, suffix)
-    names: tuple[re.Pattern[str], ...] = ()
-    if not config.parse_special:
-        special = tokenizer or ByteTokenizer().with_special([*SPECIAL_TOKENS, "</s>"])
-        names = (chat.names_pattern(special), chat.names_pattern(special, has_markup=False))
     field = config.field or "text"
     encoding = normalize_encoding(config.encoding)
     options = (config.errors, unescape(config.separator), config.skip_bad_rows)
-    return Reader(field, encoding, *options, parser, names)
-
-
-def unescape(text: str | None) -> str:
-    """Return a text of the command line, in which \\n and \\t are escapes; \\r is left out."""
-    return (text or "").replace("\\r", "").replace("\\n", "\n").replace("\\t", "\t")
+    return Reader(field, encoding, *options, parser)
 
 
 def check_reader(config: PrepareConfig, reader: Reader, sources: list[Source]) -> None:
     """Raise UserError for flags that do not fit the files."""
+    got = f"(got {sources[0].name})"
     text_files = [source.name for source in sources if source.kind == "text"]
-    if text_files and (reader.examples or config.field):
-        flag = "--field" if config.field else "--chat" if config.chat else "--prompt-field"
-        kinds = "JSON lines, CSV, Parquet or a Hugging Face dataset"
-        is_mixed = len(text_files) < len(sources)
-        advice = "Choose files with --glob '*.jsonl'" if is_mixed else "Convert it"
-        raise UserError(f"{flag}: needs {kinds} (got {text_files[0]}). {advice}.")
-    kinds_in_use = {source.kind for source in sources}
-    is_encoded = not kinds_in_use <= {".parquet", "rows"}
-    ineffective_flags = {
-        "--separator": reader.separator and not text_files,
-        "--skip-bad-rows": reader.skip_bad_rows and kinds_in_use == {"text"},
-        "--encoding": reader.encoding != DEFAULT_ENCODING and not is_encoded,
-    }
-    for flag, is_ineffective in ineffective_flags.items():
-        if is_ineffective:
-            raise UserError(f"{flag}: has no effect on {sources[0].name}. Leave it out.")
+    records = f"JSON lines, CSV, Parquet or hf:NAME as inputs (got {''.join(text_files[:1])})"
+    kinds = {source.kind for source in sources}
+    has_encoding = reader.encoding != DEFAULT_ENCODING
+    rules = [
+        ("--field", config.field, not text_files, records),
+        ("--chat", config.chat, not text_files, records),
+        ("--prompt-field", config.prompt_field, not text_files, records),
+        ("--separator", reader.separator, text_files, f"plain text {got}"),
+        ("--skip-bad-rows", reader.skip_bad_rows, kinds - {"text"}, f"rows {got}"),
+        ("--encoding", has_encoding, kinds - {".parquet", "rows"}, f"text {got}"),
+    ]
+    check_flags(rules)
 
 
-def list_sources(config: PrepareConfig, spool: Path) -> tuple[list[Source], list[Source]]:
-    """List the files of the inputs, and those of --val or --hf-val-split."""
-    hub_names = tuple(name for name in config.inputs if name.startswith("hf:"))
-    val_inputs = config.val or (hub_names if config.hf_val_split else ())
-    val_split = config.hf_val_split or config.hf_split
-    find = partial(find_sources, glob=config.glob, hub_config=config.hf_config)
-    sources = find(config.inputs, spool, hub_split=config.hf_split)
-    (spool / "val").mkdir()
-    val_sources = find(val_inputs, spool / "val", hub_split=val_split)
+def list_sources(
+    config: PrepareConfig, reader: Reader, spool: Path, notes: Notes
+) -> tuple[list[Source], list[Source]]:
+    """List the files for training and for validation: those of --val, or by their names.
+
+    Files in folders that are test data by their names are left out, unless no others are there.
+    """
+    has_globs = any(not glob.startswith("!") for glob in config.glob)
+
+    def find(inputs: Sequence[str], hub_split: str | None, folder: Path) -> list[Source]:
+        folder.mkdir(exist_ok=True)
+        sources = find_sources(inputs, folder, config.glob, notes, config.hf_config, hub_split)
+        return choose_sources(sources, reader, notes, has_globs)
+
+    val_inputs = config.val
+    if config.hf_val_split and not val_inputs:
+        val_inputs = tuple(name for name in config.inputs if name.startswith("hf:"))
+    sources = find(config.inputs, config.hf_split, spool)
+    val_sources = find(val_inputs, config.hf_val_split or config.hf_split, spool / "val")
     val_files = {os.path.realpath(source.path) for source in val_sources if not source.hub_split}
-    train_sources = [source for source in sources if os.path.realpath(source.path) not in val_files]
-    if num_dropped := len(sources) - len(train_sources):
-        warn(f"--val: {count_noun(num_dropped, 'file')} of the inputs left out of training")
-    if not train_sources:
+    splits: dict[str, list[Source]] = {"train": [], "val": [], "test": [], "--val": []}
+    for source in sources:
+        is_val = bool(val_files) and os.path.realpath(source.path) in val_files
+        splits["--val" if is_val else source.split or "train"].append(source)
+    if not splits["train"]:
+        splits = {**splits, "train": splits["val"] + splits["test"], "val": [], "test": []}
+    if not splits["train"]:
         raise UserError(f"--val: has all files of {config.inputs[0]}. Give others for training.")
-    return train_sources, val_sources
+    use = "left out" if val_sources else "for validation"
+    for split, note in (
+        ("--val", "left out of training, as they are in --val"),
+        ("test", "left out, test data by their names"),
+        ("val", f"{use}, validation data by their names"),
+    ):
+        notes.add(f"files {note}", len(splits[split]), *(each.title for each in splits[split]))
+    if splits["val"] and not val_sources:
+        need = f"inputs without validation files (got {splits['val'][0].title})"
+        check_flags([("--val-fraction", config.val_fraction, False, need)])
+    return splits["train"], val_sources or splits["val"]
 
 
 def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -287,22 +316,24 @@ def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None
     rule = corpus.rule
     needs_separator = not (rule.has_examples or rule.is_single_document or has_end_of_text)
     is_few = rule.has_few_documents and not rule.is_single_document
-    encoding = corpus.reader.encoding
     fields = examples.list_fields(config.prompt_field or ())
+    defaults = PrepareConfig((), pattern=DEFAULT_PATTERN)
     settings = {
-        **{name: getattr(config, name) for name in ORIGIN_SETTINGS},
-        "pattern": config.pattern if config.pattern != DEFAULT_PATTERN else None,
+        **{key: getattr(config, key) for key in ORIGIN_SETTINGS},
+        "encoding": corpus.reader.encoding,
         "prompt_field": fields[0] if len(fields) == 1 else fields,
-        "encoding": encoding if encoding != DEFAULT_ENCODING else None,
-        "errors": config.errors if config.errors != "strict" else None,
         "document_separator": corpus.reader.separator,
         "examples": ("chats" if config.chat else "pairs") if rule.has_examples else None,
         "separator": "\n" if needs_separator else None,
         "split": "few" if is_few else None,
         "val": [os.fsencode(PurePath(name).name).decode(errors="replace") for name in config.val],
     }
-    nondefault = {key: value for key, value in settings.items() if value}
-    return {"tokenizer": name, "val_fraction": rule.val_fraction, **nondefault}
+    changed = {
+        key: value
+        for key, value in settings.items()
+        if value and value != getattr(defaults, key, None)
+    }
+    return {"tokenizer": name, "val_fraction": rule.val_fraction, **changed}
 
 
 if __name__ == "__main__":

@@ -18,8 +18,10 @@ from typing import Any
 from tyro.conf import Positional
 
 from engine.core.errors import UserError
-from engine.core.settings import parse
-from engine.data.batches import Mixture, dataset_paths, open_mixture
+from engine.core.settings import check_flags, parse
+from engine.data.batches import dataset_paths, open_mixture
+from engine.data.dataset import Dataset
+from engine.data.documents.document import MAX_UTF8_BYTES
 from engine.generation.samples import read_lines
 from engine.report.attention_maps import compute_attention
 from engine.report.callback import SAMPLE_TOKENS
@@ -28,8 +30,6 @@ from engine.report.overview import compare, format_runs
 from engine.report.page import list_runs, read_run, write_page
 from engine.runs.checkpoint import ModifyModel, load_model, open_checkpoint
 from engine.runs.run_files import find_checkpoint, list_checkpoints, make_generator
-
-MAX_CHARACTER_BYTES = 4  # in UTF-8
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,7 @@ class ReportConfig:
     prompt: str = ""  # A prompt of your own, which the best checkpoint of each run continues.
 
     def __post_init__(self) -> None:
-        if self.prompt and not self.runs:
-            raise UserError("--prompt: needs the runs that continue it. Name their folders.")
+        check_flags([("--prompt", self.prompt, self.runs, "the folders of runs that continue it")])
         if self.out and self.out.suffix != ".html":
             raise UserError(f"--out: must end in .html (got {self.out}).")
         if self.out and not self.out.parent.is_dir():
@@ -53,7 +52,7 @@ class ReportConfig:
 
 def main(arguments: list[str] | None = None) -> None:
     """Write the page that the command line names, and print its path."""
-    print(report(parse(ReportConfig, arguments)))
+    print(escape_controls(str(report(parse(ReportConfig, arguments)))))
 
 
 def report(config: ReportConfig, modify_model: ModifyModel | None = None) -> Path:
@@ -62,11 +61,17 @@ def report(config: ReportConfig, modify_model: ModifyModel | None = None) -> Pat
     ``modify_model`` is the function that changed the model in train().
     """
     if not config.runs:
-        return report_all(config.out or Path("out", "index.html"))
+        path = config.out or Path("out", "index.html")
+        listed = list_runs(Path("out"))
+        if not listed:
+            raise UserError("out: contains no run. Train one with: python train.py")
+        print(format_runs(listed))
+        write_page(listed, path, is_list=True)
+        return path
     runs = [path.parent if path.suffix == ".html" else path for path in config.runs]
     if len(runs) == 1:
         path = config.out or runs[0] / "report.html"
-        described = [describe_fully(runs[0], modify_model)]
+        described = [read_fully(runs[0], modify_model)]
     else:
         path = config.out or runs[0].resolve().parent / "compare.html"
         described = [read_run(folder) for folder in runs]
@@ -75,16 +80,6 @@ def report(config: ReportConfig, modify_model: ModifyModel | None = None) -> Pat
         if config.prompt:
             run["samples"].append(write_sample(folder, config.prompt, modify_model))
     write_page(described, path)
-    return path
-
-
-def report_all(path: Path) -> Path:
-    """Print a table of the runs under out/, write their page, and return its path."""
-    runs = list_runs(Path("out"))
-    if not runs:
-        raise UserError("out: contains no run. Train one with: python train.py")
-    print(format_runs(runs))
-    write_page(runs, path, is_list=True)
     return path
 
 
@@ -99,15 +94,15 @@ def write_sample(folder: Path, prompt: str, modify_model: ModifyModel | None) ->
     return {"step": checkpoint.state.step, "prompt": prompt, "text": "".join(pieces)}
 
 
-def describe_fully(folder: Path, modify_model: ModifyModel | None = None) -> dict[str, Any]:
-    """Describe a run with its data and its model, and note what is missing.
+def read_fully(folder: Path, modify_model: ModifyModel | None = None) -> dict[str, Any]:
+    """Read a run with its data and its model, and note what is missing.
 
     Raises UserError if the folder is not a run.
     """
     run = read_run(folder)
     try:
         data = open_run_data(folder, run["settings"])
-        run["memorization"] = describe_memorization(run["samples"], run["best_step"], data)
+        run["memorization"] = find_memorized(run["samples"], run["best_step"], data)
         model = load_model(find_checkpoint(folder), modify_model=modify_model)
         run["attention"] = compute_attention(model, data)
     except UserError as error:
@@ -115,7 +110,7 @@ def describe_fully(folder: Path, modify_model: ModifyModel | None = None) -> dic
     return run
 
 
-def open_run_data(folder: Path, settings: dict[str, Any]) -> Mixture:
+def open_run_data(folder: Path, settings: dict[str, Any]) -> Dataset:
     """Open the data of a run. Raises UserError if it is missing, or not that of the checkpoint."""
     mix = settings.get("mix")
     data = open_mixture(dataset_paths(settings.get("data", []), mix), mix)
@@ -125,8 +120,8 @@ def open_run_data(folder: Path, settings: dict[str, Any]) -> Mixture:
     return data
 
 
-def describe_memorization(
-    samples: list[dict[str, Any]], best_step: int | None, data: Mixture
+def find_memorized(
+    samples: list[dict[str, Any]], best_step: int | None, data: Dataset
 ) -> dict[str, Any] | None:
     """Find passages of the training text in the best samples and, to compare, in validation."""
     if not samples:
@@ -134,25 +129,20 @@ def describe_memorization(
     steps = [sample["step"] for sample in samples]
     shown_step = best_step if best_step in steps else steps[-1]
     texts = [sample["text"] for sample in samples if sample["step"] == shown_step]
-    num_tokens = max(map(len, texts)) * MAX_CHARACTER_BYTES  # a token has at least one byte
+    num_tokens = max(map(len, texts)) * MAX_UTF8_BYTES  # a token has at least one byte
     lines = map(data.tokenizer.decode, read_lines(data, len(texts), num_tokens))
     val_texts = [line[: len(text)] for line, text in zip(lines, texts, strict=True)]
     passages, fraction = find_passages(texts + val_texts, data.datasets)
     lengths = [max((length for _, length, _ in spans), default=0) for spans in passages]
     longest = max(lengths[: len(texts)])
     longest_val = max(lengths[len(texts) :])
-    copies = []
-    for spans in passages[: len(texts)]:
-        copies.append([span for span in spans if span[1] > longest_val])
-    subject = "Marked passages are" if any(copies) else "No passage is"
+    copies = [[span for span in spans if span[1] > longest_val] for spans in passages[: len(texts)]]
     note = (
-        f"{subject} copied from the training text. Samples share at most {longest or 'a few'} "
-        "characters in a row with it, validation text of the same length at most "
-        f"{longest_val or 'a few'}."
+        f"{'Marked passages are' if any(copies) else 'No passage is'} copied from the training "
+        f"text, of which {fraction:.0%} was searched: samples share at most {longest or 'a few'} "
+        f"characters in a row with it, validation text {longest_val or 'a few'}."
     )
-    if fraction < 1:
-        note += f" Only {fraction:.2%} of the training text was searched."
-    return {"passages": copies, "note": note, "longest": [longest, longest_val]}
+    return {"passages": copies, "note": note}
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
     python sample.py out/NAME --chat [--system TEXT]                     talk to a chat model
     python sample.py out/NAME --chat --prompts-file in.jsonl --out out.jsonl    {"messages": […]}
     python sample.py out/NAME --serve                    an OpenAI-compatible API, and the page
-    python sample.py out/NAME --page                     a live page of the model, in a browser
-    python sample.py out/NAME --save-page FILE.html      that page with the model in it, to send
+    python sample.py out/NAME --page                     a page of the model, in a browser
+    python sample.py out/NAME --save-page FILE.html      that page as a file, to send
 
 In Python: ``model = load("out/NAME"); print(model.generate("ROMEO:", max_new_tokens=100))``
 """
@@ -19,7 +19,6 @@ if __name__ == "__main__":
 import contextlib
 import io
 import os
-import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -36,9 +35,9 @@ from engine.core.device import (
 )
 from engine.core.errors import UserError
 from engine.core.files import read_input
-from engine.core.settings import parse
+from engine.core.settings import check_flags, parse, unescape
 from engine.data.chats.chat import chat_format, with_template
-from engine.data.inputs.text import BYTE_ORDER_MARKS, find_kind, unify_line_ends
+from engine.data.records.text import find_mark, unify_line_ends
 from engine.generation.prompt_file import complete_file
 from engine.generation.sampling import DEFAULT_OPTIONS, TextOptions
 from engine.generation.text_generator import DECODING_BATCH_SIZE, DEFAULT_NEW_TOKENS, TextGenerator
@@ -60,7 +59,7 @@ SETTINGS_BY_MODE = {
     "prompts_file": {"out", "chat", "beams", "batch_size", "parse_special", *TEXT_SETTINGS},
     "chat": {"system", *CHAT_SETTINGS, *TEXT_SETTINGS},
     "serve": {"port", "host", "quantize", "parse_special", *CHAT_SETTINGS},
-    "page": {"port", *PROMPT_SETTINGS, *CHAT_SETTINGS, *PAGE_SETTINGS},
+    "page": {*PROMPT_SETTINGS, *CHAT_SETTINGS, *PAGE_SETTINGS},
     "save_page": {*PROMPT_SETTINGS, *CHAT_SETTINGS, *PAGE_SETTINGS},
     "": {"beams", "num_samples", "batch_size", *PROMPT_SETTINGS, *TEXT_SETTINGS},
 }
@@ -88,15 +87,17 @@ class SampleConfig:
     template_variable: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     num_samples: Annotated[int, Ge(1), Le(10**6)] = 1  # Texts to generate.
     max_new_tokens: Annotated[int, Ge(1)] = DEFAULT_NEW_TOKENS  # Limit of tokens for each text.
-    # Randomness: 0 always takes the most likely token; above 1 is more random than the model.
-    temperature: Annotated[float, Ge(0), Le(1e6)] = DEFAULT_OPTIONS["temperature"]
-    top_k: Annotated[int | None, Ge(1)] = None  # Sample from the k most likely tokens; None: all.
-    # Sample from the fewest tokens whose probabilities reach this sum.
-    top_p: Annotated[float, Gt(0), Le(1)] = DEFAULT_OPTIONS["top_p"]
+    # Randomness: 0 always takes the most likely token; above 1 is more random than the model. None,
+    # here and below: the value that an imported model recommends, otherwise 0.8.
+    temperature: Annotated[float | None, Ge(0), Le(1e6)] = None
+    # Sample from the k most likely tokens; 0, and None without a recommendation: all.
+    top_k: Annotated[int | None, Ge(0)] = None
+    # Sample from the fewest tokens whose probabilities reach this sum; None: 0.95.
+    top_p: Annotated[float | None, Gt(0), Le(1)] = None
     # Smallest probability of a token to sample, relative to that of the most likely token.
     min_p: Annotated[float, Ge(0), Le(1)] = DEFAULT_OPTIONS["min_p"]
-    # Above 1, tokens of the context become less likely: positive logits are divided by it.
-    repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = DEFAULT_OPTIONS["repetition_penalty"]
+    # Above 1, tokens of the context become less likely: positive logits are divided by it. None: 1.
+    repetition_penalty: Annotated[float | None, Ge(0.01), Le(100)] = None
     # Read the names of special tokens in prompts as these tokens; by default they are plain text.
     parse_special: bool = False
     beams: Annotated[int | None, Ge(1)] = None  # Beam search of this width, instead of sampling.
@@ -109,29 +110,35 @@ class SampleConfig:
     # Dtype of the weights; auto: bfloat16 where it is faster.
     dtype: WeightDtype = "auto"
     quantize: Literal["int8"] | None = None  # 8-bit weights: faster on a CPU, and less exact.
-    # Serve a page in the browser: probabilities, attention, and heads to switch off.
+    # Open a page with the model in it: probabilities, attention, and heads to switch off.
     page: bool = False
-    save_page: Path | None = None  # An HTML file to write: the page, with the model in it.
+    save_page: Path | None = None  # An HTML file to write that page to.
     serve: bool = False  # Serve an OpenAI-compatible API, and the page.
-    # Port to serve on; 0: any free one; None: 8000 with --serve, else any free one. Through an SSH
-    # tunnel both ends need the same number.
+    # Port to serve on; 0: any free one; None: 8000. Through an SSH tunnel both ends need the same
+    # number.
     port: Annotated[int | None, Ge(0), Le(65535)] = None
     # Address to serve the API on. Another than this needs a key in the variable GPT_API_KEY, which
     # every request must carry, as OpenAI's clients send it.
     host: str = cli.LOCAL_HOST
 
     @property
+    def api_key(self) -> str:
+        """The key of the server; "": none."""
+        return os.environ.get(API_KEY_VARIABLE, "").strip()
+
+    @property
     def options(self) -> TextOptions:
-        """The keywords of TextGenerator."""
-        names = ("max_new_tokens", "stop", "batch_size", *DEFAULT_OPTIONS)
+        """The keywords of TextGenerator, without those that are None."""
+        names = ("max_new_tokens", "batch_size", *DEFAULT_OPTIONS)
         values = {name: getattr(self, name) for name in names}
-        return cast(TextOptions, {**values, "num_beams": self.beams})
+        values |= {"stop": tuple(map(unescape, self.stop)), "num_beams": self.beams}
+        options = {name: value for name, value in values.items() if value is not None}
+        return cast(TextOptions, options)
 
     def __post_init__(self) -> None:
-        if "" in self.stop:
+        if "" in map(unescape, self.stop):
             raise UserError("--stop: must not be empty. Give the text that ends a sample.")
-        if self.prompts_file and not self.out:
-            raise UserError("--prompts-file: needs a file to write. Add --out FILE.jsonl.")
+        check_flags([("--prompts-file", self.prompts_file, self.out, "--out FILE.jsonl")])
         if self.save_page and self.save_page.suffix != ".html":
             raise UserError(f"--save-page: must end in .html (got {self.save_page}).")
         if self.save_page and not self.save_page.parent.is_dir():
@@ -139,7 +146,9 @@ class SampleConfig:
             raise UserError(f"--save-page: the folder {folder} was not found. Create it first.")
         if sum(map(bool, (self.text, self.prompt, self.prompt_file))) > 1:
             raise UserError("TEXT or -, --prompt and --prompt-file: got several. Keep one of them.")
-        if self.host not in cli.LOCAL_HOSTS and not os.environ.get(API_KEY_VARIABLE):
+        if self.serve and self.api_key[:1] in ("'", '"'):
+            raise UserError(f"{API_KEY_VARIABLE}: must not be in quotes. Set it without them.")
+        if self.host not in cli.LOCAL_HOSTS and not self.api_key:
             problem = f"lets other machines use the model (got {self.host})"
             raise UserError(f"--host: {problem}. Set {API_KEY_VARIABLE} to a key of your choice.")
         mode = next(name for name in SETTINGS_BY_MODE if not name or getattr(self, name))
@@ -149,10 +158,10 @@ class SampleConfig:
             mode = "beams"
             used_names -= UNUSED_BY_BEAMS
         for field in fields(self):
-            if field.name not in used_names and getattr(self, field.name) != field.default:
-                modes = [name for name, names in SETTINGS_BY_MODE.items() if field.name in names]
-                cause = f"with {flag_of(mode)}" if mode else f"without {flag_of(modes[0])}"
-                raise UserError(f"{flag_of(field.name)}: has no effect {cause}. Leave it out.")
+            is_set = getattr(self, field.name) != field.default
+            modes = [name for name, names in SETTINGS_BY_MODE.items() if field.name in names]
+            need = f"no {flag_of(mode)}" if mode else " or ".join(map(flag_of, modes))
+            check_flags([(flag_of(field.name), is_set, field.name in used_names, need)])
 
 
 def flag_of(name: str) -> str:
@@ -175,8 +184,7 @@ def load(
     """
     torch_device = choose_device(device)
     checkpoint = find_checkpoint(Path(path), base)
-    if quantize and torch_device.type != "cpu":
-        raise UserError(f"--quantize: works on a CPU only (got {torch_device.type}). Leave it out.")
+    check_flags([("--quantize", quantize, torch_device.type == "cpu", "--device cpu")])
     width = checkpoint.state.model.d_model
     weight_dtype = choose_dtype(dtype, torch_device, width, MIN_BFLOAT16_DECODING_WIDTH)
     model = load_model(checkpoint, weight_dtype, modify_model).to(torch_device)
@@ -185,10 +193,6 @@ def load(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if match := re.search("(?:^|\0)--out[_-]dir[=\0]([^\0]+)", "\0".join(arguments)):  # nanoGPT's
-        command = cli.shell_command("python", "sample.py", Path(match[1]))
-        raise UserError(f"--out-dir: unknown flag. Did you mean: {command}")
     keep_freed_memory()
     sample(parse(SampleConfig, arguments))
 
@@ -219,7 +223,7 @@ def sample(config: SampleConfig, modify_model: ModifyModel | None = None) -> Non
     elif config.chat:
         converse(model, config.system, **config.options)
     elif has_page:
-        serve_model(config, path, model)
+        show_model(config, path, model)
     else:
         print_text(config, model)
 
@@ -244,13 +248,13 @@ def read_prompt(config: SampleConfig) -> str:
         with open(config.prompt_file, "rb") as file:
             content = read_input(file, config.prompt_file)
     elif config.text != "-":
-        return config.text or config.prompt
+        return unify_line_ends(config.text or config.prompt)
     elif sys.stdin:
         content = read_input(sys.stdin.buffer, "-")
     else:
         raise UserError("-: standard input is closed. Use --prompt or --prompt-file.")
     try:
-        encoding = find_kind(content, BYTE_ORDER_MARKS) or "utf-8"
+        encoding = find_mark(content) or "utf-8"
         return unify_line_ends(content.decode(encoding).removeprefix("\ufeff"))
     except UnicodeDecodeError as error:
         path = config.prompt_file or "-"
@@ -294,30 +298,35 @@ def converse(model: TextGenerator, system: str, **options: Unpack[TextOptions]) 
         print()
 
 
-def serve_model(config: SampleConfig, path: Path, model: TextGenerator) -> None:
-    """Serve the live page, with the config's prompt and settings, and the API; or save the page."""
+def show_model(config: SampleConfig, path: Path, model: TextGenerator) -> None:
+    """Write the page of a model, with the config's prompt and settings, or serve it."""
     # Imported here because a web server takes half a second to import.
-    from engine.report.inspector import ModelInspector
-    from engine.report.live_page import read_prompts, serve
-    from engine.report.saved_page import save_page
-    from engine.serving.api import Api
+    from engine.report.model_page import make_page, open_page, read_prompts, save_page
 
     name = path.resolve().name
-    settings = {setting: getattr(config, setting) for setting in PAGE_SETTINGS}
-    settings |= {"text": read_prompt(config), "name": name}
+    options = {**DEFAULT_OPTIONS, **model.sampling, **config.options}
+    settings = {setting: options[setting] for setting in PAGE_SETTINGS}
+    settings |= {"top_k": options["top_k"] or None, "text": read_prompt(config), "name": name}
     if model.is_chat_model and config.max_new_tokens == DEFAULT_NEW_TOKENS:
         half = model.model.config.context_length // 2  # the other half is for questions
         settings["max_new_tokens"] = min(DEFAULT_NEW_TOKENS, half)
-    inspector = ModelInspector(model, settings, read_prompts(path))
-    if config.save_page:
-        save_page(inspector, config.save_page)
+    try:
+        page = make_page(model, settings, read_prompts(path))
+    except UserError as error:
+        if not config.serve:
+            raise
+        cli.warn(f"no page is served. {error}")
+        page = ""
+    if config.serve:
+        from engine.serving.api import serve
+
+        port = DEFAULT_API_PORT if config.port is None else config.port
+        serve(model, name, port, config.host, config.api_key, page)
+    elif config.save_page:
+        save_page(page, config.save_page)
         print(config.save_page)
-        return
-    default_port = DEFAULT_API_PORT if config.serve else 0
-    port = default_port if config.port is None else config.port
-    key = os.environ.get(API_KEY_VARIABLE, "")
-    api = Api(model, name, key) if config.serve else None
-    serve(inspector.answers, port, config.host, api)
+    else:
+        open_page(page, path / "page.html")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,9 +28,9 @@ from engine.core.distributed import DistributedContext, has_torchrun_ended, init
 from engine.core.errors import UserError
 from engine.core.settings import to_toml
 from engine.core.values import check_ranges
-from engine.data.batches import Mixture, open_mixture
+from engine.data.batches import open_mixture
 from engine.data.chats.chat import turn_ends
-from engine.data.dataset import is_usable
+from engine.data.dataset import Dataset, is_usable, verify_dataset
 from engine.data.order import derived_seed
 from engine.data.tokenizer import load_tokenizer
 from engine.generation.scores import QUESTION_BATCH_SIZE, count_right, score_record
@@ -45,7 +44,7 @@ from engine.training.estimate import describe_plan
 from engine.training.resolve import load_questions, resolve
 from engine.training.run_dir import RunDir
 from engine.training.trainer import Callback, Record, Trainer
-from prepare import PrepareConfig, prepare
+from prepare import prepare_to_train
 
 NUM_TIMED_STEPS = 5  # after those that capture
 
@@ -63,11 +62,13 @@ def main(arguments: list[str] | None = None) -> int:
         init_distributed(config.device, config.parallel, config.timeout) as dist_ctx,
         cli.Interruption() as interruption,
     ):
-
-        def should_stop() -> bool:
-            return interruption.signal > 0 or has_torchrun_ended()
-
-        trainer = train(config, dist_ctx, None, should_stop, started_at)
+        trainer = train(
+            config,
+            dist_ctx,
+            None,
+            lambda: interruption.signal > 0 or has_torchrun_ended(),
+            started_at,
+        )
         if trainer.budget.exhausted and trainer.evaluation:
             print_summary(trainer)
             return 0
@@ -257,35 +258,35 @@ def evaluate_score(trainer: Trainer, should_stop: Callable[[], bool]) -> Record 
     return {**score_record(num_right.item(), len(trainer.questions)), "questions_digest": digest}
 
 
-def open_data(config: TrainConfig, dist_ctx: DistributedContext) -> Mixture:
+def open_data(config: TrainConfig, dist_ctx: DistributedContext) -> Dataset:
     """Open the datasets, and verify them on each machine; prepare a text, or the built-in one."""
-    lacks_built_in = BUILT_IN_DATA in config.data and not is_usable(BUILT_IN_DATA)
-    text = config.text or (BUILT_IN_DATA.name if lacks_built_in else "")
     with dist_ctx.wait_for_all():
-        if text:
-            dist_ctx.run_on_main(prepare_text, text, config.data[0])
+        dist_ctx.run_on_main(prepare_text, config)
     with dist_ctx.wait_for_all():
         data = open_mixture(config.data, config.mix)
-        dist_ctx.run_on_each_machine(data.verify, config.verify_data)
+        dist_ctx.run_on_each_machine(verify_dataset, data, config.verify_data)
     return data
 
 
-def prepare_text(text: str, path: Path) -> None:
-    """Prepare a dataset with the defaults of prepare.py, unless it is up to date."""
-    command = cli.shell_command("python", "prepare.py", text)
-    cli.say(f"$ {command}")
-    try:
-        prepare(PrepareConfig(inputs=(text,)))
-    except UserError as error:
-        if "--" not in str(error):
-            raise
-        advice = f"Add flags to: {command}, and train with: --data {path}"
-        raise UserError(f"{error} {advice}") from None
+def prepare_text(config: TrainConfig) -> None:
+    """Prepare the text with the defaults of prepare.py, or the built-in one if that is missing.
+
+    A text for a base gets the tokenizer of that.
+    """
+    lacks_built_in = BUILT_IN_DATA in config.data and not is_usable(BUILT_IN_DATA)
+    text = config.text or (BUILT_IN_DATA.name if lacks_built_in else "")
+    arguments = [text, *(word for glob in config.glob for word in ("--glob", glob))]
+    training = ["--data", config.data[0]]
+    if config.text and config.init_from:
+        arguments += ["--tokenizer", str(config.init_from)]
+        training += ["--init-from", config.init_from]
+    if text:
+        prepare_to_train(arguments, cli.shell_command("python", "train.py", *training))
 
 
 def open_base(
     config: TrainConfig,
-    data: Mixture,
+    data: Dataset,
     dist_ctx: DistributedContext,
     modify_model: ModifyModel | None = None,
 ) -> Checkpoint | None:
@@ -297,17 +298,14 @@ def open_base(
         if base:
             check_modification(base, modify_model)
             if not data.tokenizer.is_extension_of(load_tokenizer(base.path / "tokenizer.json")):
-                options = ("--out", data.path, "--force", "--tokenizer", base.path)
-                command = cli.shell_command("python", "prepare.py", "INPUT", *options)
-                problem = f"its tokenizer is not that of {base.path}"
-                raise UserError(f"{data.path}: {problem}. Prepare it with: {command}")
+                raise data.tokenizer_error(base.path)
     return base
 
 
 def measure_step_seconds(
     dist_ctx: DistributedContext,
     config: RunConfig,
-    data: Mixture,
+    data: Dataset,
     modify_model: ModifyModel | None = None,
 ) -> float:
     """Measure the seconds of an optimizer step, compiled and in micro-batches as in the run."""

@@ -31,7 +31,7 @@ from benchmarks.speed import GPT2_SETTINGS, NUM_NEW_TOKENS, decode_rows
 from engine.core.settings import parse
 from engine.data.tokenizer import named_tokenizer
 from engine.generation.decoding_engine import DecodingEngine
-from engine.generation.sampling import FilterOptions
+from engine.generation.sampling import TextOptions
 from engine.huggingface import convert, directory, gguf
 from engine.huggingface.families import MODEL_FAMILIES
 from engine.nn.inference import build_decoder
@@ -204,8 +204,8 @@ def default_model_milliseconds(num_rounds: int) -> dict[str, float]:
         torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     decoder = build_decoder(model)
     ids = list(range(NUM_FIRST_TOKENS))
-    most_likely: FilterOptions = {"temperature": 0}
-    sampled: FilterOptions = {"temperature": 0.8, "top_p": 0.95}
+    most_likely: TextOptions = {"temperature": 0}
+    sampled: TextOptions = {"temperature": 0.8, "top_p": 0.95}
     calls = {
         "most likely": lambda: list(decode_rows(decoder, ids, NUM_NEW_TOKENS, **most_likely)),
         "sampled": lambda: list(decode_rows(decoder, ids, NUM_NEW_TOKENS, **sampled)),

@@ -61,7 +61,7 @@ from engine.core.distributed import DistributedContext
 from engine.core.settings import parse
 from engine.data.tokenizer import named_tokenizer
 from engine.generation.decoding_engine import DecodingEngine
-from engine.generation.sampling import FilterOptions
+from engine.generation.sampling import TextOptions
 from engine.generation.text_batch import TextBatch, banned_tokens, complete_streams
 from engine.generation.text_stream import TextStream
 from engine.nn.inference import build_decoder
@@ -100,7 +100,7 @@ FIRST_TESTS = (
     " or test_a_run_that_was_stopped_resumes"
 )
 COMPILED_TESTS = "test_attention_is_the_definition or test_a_model_compiles"
-DEFAULT_FILTERS: FilterOptions = {"temperature": 0.8, "top_p": 0.95}  # the defaults of sample.py
+DEFAULT_FILTERS: TextOptions = {"temperature": 0.8, "top_p": 0.95}  # the defaults of sample.py
 Part = Literal[
     "first",
     "checks",
@@ -139,7 +139,7 @@ class GPUBench:
         self.num_new_tokens = 16 if config.tiny else NUM_SAMPLED_TOKENS
         self.num_failed = 0
         self.data = folder / "data"
-        prepare(PrepareConfig(("docs",), glob="*.md", tokenizer="byte", out=self.data))
+        prepare(PrepareConfig(("docs",), glob=("*.md",), tokenizer="byte", out=self.data))
 
     def run_part(self, name: str, call: Callable[[], Any]) -> None:
         """Run a part, or a check of it; print a row if it fails. Then free its memory."""
@@ -404,7 +404,8 @@ class GPUBench:
 
             def complete(num_texts: int = num_texts) -> None:
                 streams = self.make_streams(num_texts)
-                list(complete_streams(engine, streams, num_texts, **DEFAULT_FILTERS))
+                options: TextOptions = {**DEFAULT_FILTERS, "batch_size": num_texts}
+                list(complete_streams(engine, streams, **options))
 
             complete()  # the first text of a process
             calls: dict[str, Callable[[], Any]] = {"ours": complete}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from engine.core.device import ROUNDING_TOLERANCES, mixed_precision, release_memory
 from engine.core.distributed import DistributedContext
-from engine.data.batches import Mixture
+from engine.data.dataset import Dataset
 from engine.generation.decoding_engine import DecodingEngine
 from engine.nn.acceleration import can_capture_graphs
 from engine.nn.attention import DocumentAttention, attend
@@ -90,7 +90,7 @@ def release(device: torch.device) -> None:
     release_memory(device)
 
 
-def resolve_run(device: torch.device, data: Path, *flags: str) -> tuple[RunConfig, Mixture]:
+def resolve_run(device: torch.device, data: Path, *flags: str) -> tuple[RunConfig, Dataset]:
     """Return the settings of a run without a folder, and its data."""
     dist_ctx = DistributedContext(device=device)
     config = load_config([*flags, "--data", str(data)])

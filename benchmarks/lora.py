@@ -97,7 +97,7 @@ def make_base(folder: Path) -> None:
     tokenizer = named_tokenizer("byte")
     checkpoint = folder / "base" / "checkpoints" / "step-00000000"
     write_checkpoint(checkpoint, RunState(SMOLLM2_135M_CONFIG), weights, {}, tokenizer.save)
-    prepare(PrepareConfig(("docs",), glob="*.md", tokenizer="byte", out=folder / "data"))
+    prepare(PrepareConfig(("docs",), glob=("*.md",), tokenizer="byte", out=folder / "data"))
 
 
 def time_ours(config: BenchmarkConfig, folder: Path) -> list[float]:

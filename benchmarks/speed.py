@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Unpack, get_args
 
 import numpy as np
+import tiktoken
 import torch
 import torch.nn.functional as F
 import tyro
@@ -38,10 +39,11 @@ from engine.core.errors import UserError
 from engine.core.settings import parse
 from engine.data.batches import Batches
 from engine.data.split import BatchSpec, Split
-from engine.data.tokenizer import BPETokenizer
-from engine.data.tokenizer_training import train_bpe_tokenizer
+from engine.data.tokenizer import HuggingFaceTokenizer
+from engine.data.tokenizer_json import SPLIT_PATTERNS
+from engine.data.tokenizer_training import DEFAULT_PATTERN, train_bpe_tokenizer
 from engine.generation.decoding_engine import DecodingEngine
-from engine.generation.sampling import FilterOptions, sample_token
+from engine.generation.sampling import TextOptions, draw_ids, noise_states
 from engine.nn.inference import build_decoder
 from engine.report.callback import processor_name
 from engine.training.optimizer import Optimizer, OptimizerConfig
@@ -102,7 +104,7 @@ def decode_rows(
     prompt: Sequence[int],
     num_tokens: int,
     num_rows: int = 1,
-    **filters: Unpack[FilterOptions],
+    **filters: Unpack[TextOptions],
 ) -> Iterator[list[int]]:
     """Continue a prompt in num_rows rows: yield their next ids, num_tokens times."""
     engine = DecodingEngine(model)
@@ -111,7 +113,7 @@ def decode_rows(
     engine.keep([0] * num_rows)
     for index in range(num_tokens):
         draws = [(row, index) for row in range(num_rows)]
-        ids = sample_token(logits, draws, **filters)
+        ids = draw_ids(logits, noise_states(draws, logits.device), **filters)
         yield ids
         if index < num_tokens - 1:
             logits = engine.step(ids)
@@ -260,27 +262,32 @@ class Bench:
         return rates | {"ms near token 64": early, "ms near token 1,000": late}
 
     def prepare(self) -> Rates:
-        """Compare encoding of Python's standard library with tiktoken alone."""
+        """Compare encoding of Python's standard library with other libraries."""
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
         text = "".join(file.read_text(encoding="utf-8") for file in files)
-        num_threads = torch.get_num_threads()
         starts = range(0, len(text), MAX_PIECE_CHARACTERS)
         pieces = [text[start : start + MAX_PIECE_CHARACTERS] for start in starts]
         tokenizer = train_bpe_tokenizer(pieces, 4096)
-        assert isinstance(tokenizer, BPETokenizer)
-
-        def encode() -> None:
-            with ThreadPoolExecutor(num_threads) as pool:
-                list(pool.map(tokenizer.encode, pieces))
-
-        encode_batch = tokenizer.encoding.encode_ordinary_batch
-        contestants: dict[str, Call] = {
-            "ours": encode,
-            "tiktoken": partial(encode_batch, pieces, num_threads=num_threads),
+        ranks = {tokenizer.decode_bytes([number]): number for number in tokenizer.text_ids}
+        options: dict[str, Any] = {"mergeable_ranks": ranks, "special_tokens": {}}
+        encoding = tiktoken.Encoding("bpe", pat_str=SPLIT_PATTERNS[DEFAULT_PATTERN], **options)
+        runners: dict[str, Callable[[str], Any]] = {
+            "ours": tokenizer.encode,
+            "tiktoken": encoding.encode_to_numpy,
+            "tokenizers": HuggingFaceTokenizer(tokenizer.document).encode,
         }
+
+        def encode(run: Callable[[str], Any], num_threads: int) -> None:
+            with ThreadPoolExecutor(num_threads) as pool:
+                list(pool.map(run, pieces))
+
+        contestants: dict[str, Call] = {}
+        for name, run in runners.items():
+            contestants[f"{name}, 1 thread"] = partial(encode, run, 1)
+            contestants[f"{name}, all cores"] = partial(encode, run, torch.get_num_threads())
         seconds = self.take_turns(contestants, max(3, self.config.rounds // 2))
         rates = {name: len(text.encode()) / 1e6 / time for name, time in seconds.items()}
-        print_rates("Encoding with a BPE of 4,096 tokens", "MB/s", rates, "tiktoken")
+        print_rates("Encoding with a BPE of 4,096 tokens", "MB/s", rates, "tiktoken, 1 thread")
         return rates
 
     def data(self) -> Rates:

@@ -25,15 +25,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from engine.core.cli import run_command
 from engine.core.settings import build, parse
-from engine.data.chats.chat import encode_example
+from engine.data.chats.chat import encode_examples
 from engine.data.dataset import open_dataset
-from engine.data.dataset_summary import render_with_targets
+from engine.data.shards.dataset_summary import render_with_targets
 from engine.data.split import Tokens, is_target
 from engine.data.tokenizer import ByteTokenizer, load_tokenizer
 from engine.nn.attention import attend, causal_mask
 from engine.nn.positions import rotate, sinusoids
 from engine.report.attention_maps import attention_maps, token_label
-from engine.report.habits import HABIT_TITLES, habit_masks, sum_habits
 from engine.runs.checkpoint import load_model
 from engine.runs.run_files import find_checkpoint
 from model import GPT, ModelConfig
@@ -42,7 +41,12 @@ from train import TrainConfig, train
 SAMPLE_TEXT = (
     "class Queue:\n    def put(self, item):\n        self.items.append(item)\n        return self\n"
 )
-SHOWN_HABIT_TITLES = {name: HABIT_TITLES[name] for name in ("previous", "same", "line", "first")}
+HABIT_TITLES = {
+    "previous": "previous token",
+    "same": "after the same token",  # what followed it: an induction head
+    "line": "line start",
+    "first": "first token",
+}
 DECODER_2017 = {
     **{"position": "sinusoidal", "norm": "layernorm", "norm_placement": "post"},
     **{"activation": "relu", "bias": True, "qk_norm": False},
@@ -71,7 +75,7 @@ class AttentionConfig:
     # Dataset to read with heads, to train on with history; None: that of the guide.
     data: Path | None = None
     # Habits whose best heads are drawn.
-    habits: tuple[Literal["previous", "same", "line", "first"], ...] = tuple(SHOWN_HABIT_TITLES)
+    habits: tuple[Literal["previous", "same", "line", "first"], ...] = tuple(HABIT_TITLES)
     text: str = SAMPLE_TEXT  # The text in these pictures.
     out: Path = Path(__file__).parent  # The folder for the pictures.
     steps: Annotated[int, Ge(11)] = 200  # Optimizer steps of each run of the history.
@@ -199,7 +203,7 @@ def examples() -> str:
     """Render an example for training: brackets enclose the targets that count."""
     tokenizer = ByteTokenizer()
     turns = [("prompt", "the 9th of June 1999\n"), ("completion", "1999-06-09")]
-    example = encode_example(tokenizer, turns)
+    example = encode_examples(tokenizer, turns)[0]
     rendered = render_with_targets(tokenizer, example)
     return f"{rendered}\ntokens  {len(example)}\ntargets that count  {is_target(example).sum()}"
 
@@ -264,6 +268,40 @@ def dropout() -> str:
     return f"dropped {dropped:.2f}, others 0.100 → {rows.max():.3f}, mean sum {sums.mean():.2f}"
 
 
+def habit_masks(tokens: Tensor, texts: Sequence[str]) -> dict[str, Tensor]:
+    """Return the positions where each habit looks, bool (T, T), in (T,) ids with their texts.
+
+    engine/report/web/habits.js has the same habits.
+    """
+    T = len(tokens)
+    position = torch.arange(T)
+    earlier = torch.ones(T, T, dtype=torch.bool).tril(-1)
+    is_same = (tokens[:, None] == tokens) & earlier
+    last_same = torch.where(is_same, position, -2).amax(dim=1, keepdim=True)
+    line_starts = [True]  # a line's indentation, and its first word
+    for text in texts[:-1]:
+        line_starts.append("\n" in text or (line_starts[-1] and text.isspace()))
+    masks = {
+        "previous": position == position[:, None] - 1,
+        "same": position == last_same + 1,
+        "line": torch.tensor(line_starts).expand(T, T),
+        "first": (position == 0).expand(T, T),
+    }
+    return {name: mask & earlier for name, mask in masks.items()}
+
+
+def sum_habits(maps: Tensor, tokens: Tensor, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Sum the weights of maps (H, T, T) where each habit looks: (habits, H + 1).
+
+    The last column is of equal weights. Also count the rows with somewhere to look: (habits, 1).
+    """
+    T = len(tokens)
+    equal_weights = torch.ones(1, T, T).tril() / torch.arange(1, T + 1)[:, None]
+    masks = torch.stack([*habit_masks(tokens, texts).values()])
+    sums = torch.einsum("hij,nij->nh", torch.cat((maps, equal_weights)), masks.float())
+    return sums, masks.any(dim=-1).sum(dim=-1, keepdim=True)
+
+
 @torch.no_grad()
 def score_heads(
     model: GPT, tokens: Tokens, texts: Sequence[str], num_windows: int = 32
@@ -282,8 +320,7 @@ def score_heads(
         window_sums, window_counts = sum_habits(maps, ids, window_texts)
         sums = sums + window_sums
         counts = counts + window_counts
-    names = list(HABIT_TITLES)
-    scores = (sums / counts)[[names.index(name) for name in SHOWN_HABIT_TITLES]]
+    scores = sums / counts
     return scores[:, :-1].unflatten(1, (model.config.num_layers, -1)), scores[:, -1]
 
 
@@ -305,14 +342,14 @@ def heads(config: AttentionConfig) -> str:
         cells = [f"{score:.3f}" for score in scores[:, layer, head]]
         rows.append([f"layer {layer + 1}, head {head + 1}", *cells])
     rows.append(["all alike", *(f"{score:.3f}" for score in equal_scores)])
-    for column, (name, habit) in enumerate(SHOWN_HABIT_TITLES.items(), 1):
+    for column, (name, habit) in enumerate(HABIT_TITLES.items(), 1):
         best = int(scores[column - 1].argmax())
         title = f"{rows[best][0]}: {habit}, mean weight {rows[best][column]}"
         if name in config.habits:
             path = config.out / f"attention-{name}.png"
             draw(maps[best], masks[name], labels, title, path)
         rows[best][column] = f"**{rows[best][column]}**"
-    table = [["", *SHOWN_HABIT_TITLES.values()], ["---"] * len(rows[0]), *rows]
+    table = [["", *HABIT_TITLES.values()], ["---"] * len(rows[0]), *rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in table)
 
 

@@ -85,7 +85,9 @@ def learn_dates(config: ExampleConfig) -> None:
     run_script("sample.py", run, "--prompts-file", questions, "--out", answers, *flags.split())
 
     records = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
-    for record in [record for record in records if not record["is_right"]][:5]:
+    wrong = [record for record in records if record["completion"] != record["answer"]]
+    print(f"{len(records) - len(wrong):,} of {len(records):,} answers are right")
+    for record in wrong[:5]:
         print(f"wrong: {' '.join(map(repr, record.values()))}")
 
 

@@ -4,6 +4,7 @@ import argparse
 import os
 import random
 import shutil
+import signal
 import string
 import subprocess
 import sys
@@ -19,6 +20,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # more are processes that import torch
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a background job of a script
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from helpers import ROOT, SHARED, make_dataset, numbers_text, train_tiny
 from imitation import GRAPH_POOLS, ImitatedPool, imitate_graphs

@@ -1,9 +1,9 @@
 """Models, runs and comparisons of several modules' tests."""
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import math
 import os
@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
+import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,18 +31,21 @@ from engine.core.cli import run_command
 from engine.core.distributed import DistributedContext
 from engine.core.files import sha256
 from engine.core.settings import load_settings
-from engine.data.inputs.readers import read
-from engine.data.inputs.sources import ExampleParser, Reader, Source
+from engine.data.documents.document import read_documents
+from engine.data.records.text import ExampleParser, Reader
+from engine.data.sources.notes import Notes
+from engine.data.sources.source import Source
 from engine.data.tokenizer import ByteTokenizer, Tokenizer, from_document
 from engine.data.tokenizer_json import with_extension
 from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.sampling import row_seeds
 from engine.generation.text_batch import TextBatch, TextRequest
 from engine.nn.specs import ParameterSpec
-from engine.report.live_page import LivePage
+from engine.report import callback as report_callback
 from engine.runs.checkpoint import Checkpoint, RunState, open_checkpoint, write_checkpoint
 from engine.runs.run_files import list_checkpoints
-from engine.serving.server import Server
+from engine.serving.server import listen, make_server
+from engine.training import callbacks
 from engine.training.callbacks import MetricsFile
 from engine.training.config import TrainConfig
 from engine.training.trainer import Callback, Trainer
@@ -50,6 +54,8 @@ from prepare import PrepareConfig, prepare
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
+RUN_TIMEOUT_SECONDS = 120
+PEER_TIMEOUT_SECONDS = 10  # of a rank, once another has failed
 
 
 def numbers_text(count: int) -> str:
@@ -107,10 +113,11 @@ def make_reader(turns_of: Any = None, fields: Sequence[str] = (), **options: Any
     return Reader(examples=parser, **options)
 
 
-def texts_of(file: Path | Source, notes: Counter[str] | None = None, **options: Any) -> list[str]:
+def texts_of(file: Path | Source, notes: Notes | None = None, **options: Any) -> list[str]:
     """Return the texts that a reader with options finds in a file."""
     source = file if isinstance(file, Source) else Source(file, file.name)
-    return [text.text for text in read(source, notes=notes, reader=make_reader(**options))]
+    documents = read_documents(source, notes=notes, reader=make_reader(**options))
+    return [document.text for document in documents]
 
 
 SMALL = ModelConfig(vocab_size=37, context_length=16, num_layers=2, num_heads=3, d_model=24)
@@ -183,14 +190,13 @@ def decode(
     num_tokens: int,
     seed: int = 0,
     banned: Sequence[int] = (),
-    repetition_penalty: float = 1.0,
-    **filters: Any,
+    **options: Any,
 ) -> list[list[int]]:
     """Return the ids after each prompt, all decoded in one batch."""
     streams: list[Any] = [IdStream(prompt, num_tokens) for prompt in prompts]
     batch = TextBatch(DecodingEngine(model), len(prompts), banned)
     for stream, row_seed in zip(streams, row_seeds(seed, prompts), strict=True):
-        batch.add([TextRequest(stream, row_seed, filters, repetition_penalty)])
+        batch.add([TextRequest(stream, row_seed, options)])
         batch.read()
     while batch.requests:
         batch.step()
@@ -274,6 +280,63 @@ def rendezvous(num_ranks: int) -> Iterator[dict[str, str]]:
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
     del store
+
+
+def fork(log: Path, function: Callable[[], int | None]) -> int:
+    """Call a function in a child process, whose output goes to a log; return its process id."""
+    if torch.cuda.is_available() and "PYTEST_CURRENT_TEST" in os.environ:
+        pytest.skip("a fork has no gradients if its parent had some, beside a GPU")
+    if child := os.fork():
+        return child
+    gc.freeze()  # a collection would copy the memory that is shared with the parent
+    try:
+        output = open(log, "a", encoding="utf-8")  # noqa: SIM115
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+        sys.stdout = sys.stderr = output
+        torch.set_num_threads(1)
+        callbacks.FINAL_SAMPLE_TOKENS = report_callback.SAMPLE_TOKENS = 3
+        code = function() or 0
+        output.flush()
+        os._exit(code)
+    except BaseException as error:
+        print(repr(error), flush=True)
+        os._exit(99)
+
+
+def wait_for(child: int) -> int:
+    """Return the exit code of a child process, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def run_ranks(log: Path, num_ranks: int, function: Callable[[int], int | None]) -> list[int]:
+    """Call function(rank) in a process for each rank; return their exit codes."""
+    with rendezvous(num_ranks) as variables:
+
+        def start(rank: int) -> int | None:
+            os.environ.update({**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            signal.alarm(RUN_TIMEOUT_SECONDS)
+            return function(rank)
+
+        children = [fork(log, partial(start, rank)) for rank in range(num_ranks)]
+        return wait_for_ranks(children)
+
+
+def wait_for_ranks(children: list[int]) -> list[int]:
+    """Return the exit codes of ranks. If one fails, end the others like torchrun."""
+    codes: dict[int, int] = {}
+    deadline = math.inf
+    while running := [child for child in children if child not in codes]:
+        for child in running:
+            process, status = os.waitpid(child, os.WNOHANG)
+            if process:
+                codes[child] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+        if deadline == math.inf and any(codes.values()):
+            deadline = time.monotonic() + PEER_TIMEOUT_SECONDS
+        time.sleep(0.01)
+    return [codes[child] for child in children]
 
 
 @functools.cache
@@ -423,36 +486,21 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
 
 
 @contextlib.contextmanager
-def serve_in_thread(server: Server) -> Iterator[Callable[[], None]]:
-    """Run a server in a thread; yields a function that ends it as Ctrl-C does."""
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(server.run())
+def serve_in_thread(app: Any) -> Iterator[SimpleNamespace]:
+    """Run the server of an application in a thread; yields its port, and ``end`` as Ctrl-C does."""
+    server = make_server(app)
+    with listen() as socket:
+        thread = threading.Thread(target=server.run, args=([socket],))
+        thread.start()
 
-    def run() -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            loop.run_until_complete(task)
-        loop.close()
+        def end() -> None:
+            server.should_exit = True
+            thread.join()
 
-    def end() -> None:
-        with contextlib.suppress(RuntimeError):  # it has ended
-            loop.call_soon_threadsafe(task.cancel)
-        thread.join()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield end
-    finally:
-        end()
-
-
-@contextlib.contextmanager
-def serve_page(answers: dict[str, Any]) -> Iterator[SimpleNamespace]:
-    """Run a server of the live page in a thread; yields its page, port and socket."""
-    server = Server()
-    page = LivePage(answers, server)
-    with serve_in_thread(server):
-        yield SimpleNamespace(port=server.port, socket=server.socket, **vars(page))
+        try:
+            yield SimpleNamespace(port=socket.getsockname()[1], end=end)
+        finally:
+            end()
 
 
 @contextlib.contextmanager

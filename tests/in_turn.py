@@ -12,7 +12,6 @@ import safetensors.torch
 import torch
 from helpers import StopAfter
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 import train
 from engine.core.distributed import init_distributed
@@ -26,7 +25,6 @@ from engine.training.config import TrainConfig
 from engine.training.trainer import Callback, Trainer
 
 ROWS, LENGTH = 12, 16  # of the batches that are masked
-WATCHED = 3  # the step, counted from 1, that is watched
 TIMEOUT_SECONDS = 60
 
 
@@ -79,29 +77,18 @@ class Gradients(Callback):
 
 
 class Watcher(Gradients):
-    """Records the messages of the first rank in one step, and the bytes that it stores."""
+    """Records the bytes that the first rank stores."""
 
     def __init__(self):
         self.record: dict[str, Any] = {}
-
-    def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        if trainer.step == WATCHED - 1:
-            self.profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
-            self.profiler.start()
 
     def note(self) -> None:
         self.record["parameters"] = sum(local(p).nbytes for p in self.parameters.values())
         self.record["gradients"] = sum(local(p.grad).nbytes for p in self.parameters.values())
 
     def on_step(self, trainer: Trainer) -> None:
-        if trainer.step == WATCHED:
-            self.profiler.stop()
-            events = [event for event in self.profiler.events() if event.name.startswith("gloo:")]
-            self.record["messages"] = [
-                (event.name.removeprefix("gloo:"), event.input_shapes[0]) for event in events
-            ]
-            tensors = trainer.optimizer.state().values()
-            self.record["optimizer"] = sum(local(tensor).nbytes for tensor in tensors)
+        tensors = trainer.optimizer.state().values()
+        self.record["optimizer"] = sum(local(tensor).nbytes for tensor in tensors)
 
 
 class Masked(Gradients):

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, logged, newest_checkpoint, tiny
-from soak import fork, wait_for
+from helpers import ROOT, fork, logged, newest_checkpoint, tiny, wait_for
 
 import train
 from engine.core.settings import load_settings
@@ -19,10 +18,10 @@ from engine.training.config import TrainConfig
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ("*.py", "engine", "config")
 # A change may lower them, and may not raise them.
-MAX_SOURCE_LINES = 17_940
-MAX_TEST_LINES = 19_850  # without tests/tools/
+MAX_SOURCE_LINES = 17_610
+MAX_TEST_LINES = 18_000  # without tests/tools/
 MAX_TOOL_LINES = 450  # tests/tools/
-MAX_PAGE_LINES = 3_054  # HTML, CSS and JavaScript
+MAX_PAGE_LINES = 2_600  # HTML, CSS and JavaScript
 MAX_DOCUMENT_WORDS = 11_400  # in English: README.md and docs/
 
 
@@ -93,10 +92,16 @@ def baseline(numbers: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[in
     return train_in(ROOT, numbers, tmp_path_factory.mktemp("baseline") / "run")
 
 
-@pytest.mark.parametrize("title", CHANGES)
-def test_change_is_one_file_and_trains(title, baseline, numbers, tmp_path):
+def test_a_change_applies_to_one_file():
+    for diff, _ in CHANGES.values():
+        assert len(re.findall(r"^\+\+\+ ", diff, re.MULTILINE)) == 1
+        apply = ["git", "apply", "--check", "-"]
+        subprocess.run(apply, input=diff, encoding="utf-8", cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("title", ["ALiBi", "An optimizer"])
+def test_a_change_trains(title, baseline, numbers, tmp_path):
     diff, flags = CHANGES[title]
-    assert len(re.findall(r"^\+\+\+ ", diff, re.MULTILINE)) == 1
     project = tmp_path / "project"
     project.mkdir()
     for path in (path for pattern in SOURCES for path in ROOT.glob(pattern)):

@@ -1,6 +1,5 @@
 """Documents: commands parse, links and paths lead somewhere, languages and figures agree."""
 
-import ast
 import importlib
 import itertools
 import re
@@ -11,17 +10,13 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
-from check_language import check_constants, check_duplicates, check_text, check_variables
 from helpers import ROOT
 from torch.distributed.run import get_args_parser
 
 from docs import attention
-from engine.core.settings import flatten, load_settings
-from train import TrainConfig
 
 PAGES = {path: path.read_text("utf-8") for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
 TUTORIAL = ROOT / "docs" / "attention.md"
-MAX_README_WORDS = 1300
 PROGRAMS = ("python", "pytest", "torchrun")
 OPERATORS = {"|", "&&", ";", ">", "<", ">>", "&"}
 CODE_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -87,6 +82,13 @@ def test_every_command_parses(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     for line in read_commands(page):
         check_line(line, monkeypatch)
+    for line in (
+        "python trian.py",
+        "python train.py --stpes 3",
+        "pytest tests/test_model.py -k tx",
+    ):
+        with pytest.raises((SystemExit, OSError, AssertionError)):
+            check_line(line, monkeypatch)
 
 
 @each_page
@@ -123,46 +125,9 @@ def test_both_languages_have_the_same_commands_code_and_figures(name):
     assert contents[0] == contents[1] and all(contents[0][:3])
 
 
-def test_the_first_page_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= MAX_README_WORDS
-
-
-def test_the_language_check_sees_each_kind_of_finding():
-    module = ast.parse("PADDING = 64\nfound = 1\nMAX_ROWS = 3\n")
-    assert [line for line, _ in check_constants(module)] == [1]
-    assert [line for line, _ in check_variables(module)] == [2]
-    assert len([*check_text("It ends sooner.\nA colour.\nPlain text.\n")]) == 2
-    assert len([*check_duplicates({"a.py": module, "b.py": ast.parse("MAX_ROWS = 4")})]) == 1
-    assert not [*check_duplicates({"a.py": module, "b.py": module})]
-
-
 def test_the_tutorial_has_the_figures_of_its_script_and_the_code_of_its_formulas(capsys):
     attention.main(["numbers"])
     sections = capsys.readouterr().out.strip().split("\n\n")
     blocks = [block for _, block in CODE_BLOCK.findall(PAGES[TUTORIAL]) if block[:2] != "py"]
     assert blocks == [section.split("\n", 1)[1] + "\n" for section in sections]
     assert all(".py: " in part for part in PAGES[TUTORIAL].split("\n## ") if "$$" in part)
-
-
-def test_the_history_of_the_tutorial_goes_from_2017_to_the_defaults():
-    settings = dict(attention.DECODER_2017)
-    rows = re.findall(r"^\| [^|]+ \| `(--.+)` \|", PAGES[TUTORIAL], re.M)
-    for flags, (_, change) in zip(rows, attention.RECIPE_CHANGES, strict=True):
-        assert change.items() <= flatten(load_settings(TrainConfig, shlex.split(flags))).items()
-        assert change.items() - settings.items()
-        settings |= change
-    del settings["learning_rate"]  # its default depends on the batch size
-    assert settings.items() <= flatten(TrainConfig()).items()
-
-
-def test_a_mistake_in_a_command_is_seen(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    for line in (
-        "python trian.py",
-        "python -m examples.dates dats",
-        "torchrun --nproc-per-node 8 train.py --stpes 3",
-        "cat *.log | python prepare.py - --outt data/logs",
-        "pytest tests/test_model.py -k laterr",
-    ):
-        with pytest.raises((SystemExit, OSError, AssertionError)):
-            check_line(line, monkeypatch)

@@ -39,15 +39,21 @@ from engine.core.errors import UserError
 from engine.data.chats.chat import CHATML_TOKENS, encode_chat, special_token_names, turn_ends
 from engine.data.dataset import open_dataset
 from engine.data.tokenizer import ByteTokenizer, Tokenizer, from_document
-from engine.data.tokenizer_json import EXTENSION_KEY
+from engine.data.tokenizer_json import (
+    BYTE_LEVEL,
+    BYTE_LEVEL_WORDS,
+    EXTENSION_KEY,
+    SPLIT_PATTERNS,
+    split_by,
+)
 from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.generation.text_stream import TextStream
 from engine.huggingface import directory as hf_directory
-from engine.huggingface.convert import to_hf
+from engine.huggingface.convert import rewrite_params, to_hf
 from engine.huggingface.families import MODEL_FAMILIES
+from engine.huggingface.gguf import PRE_TOKENIZERS, pre_tokenizer_name
 from engine.runs.checkpoint import load_model
 from engine.runs.run_files import find_checkpoint
-from engine.serving.openai_format import read_prompts
 from model import GPT, Head, ModelConfig
 
 transformers.logging.set_verbosity_error()
@@ -178,7 +184,7 @@ def test_relu2_is_exported_as_nanochat_by_itself(tmp_path: Path):
     run_command("export", save_run(random_model(config), tmp_path / "run"), tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "nanochat"
     card = (tmp_path / "hf" / "README.md").read_text()
-    assert "trained from a, b." in card and "/" not in card
+    assert "trained from a, b:" in card and "/" not in card
 
 
 def test_the_check_finds_a_wrong_export(tmp_path: Path, monkeypatch):
@@ -190,6 +196,7 @@ def test_the_check_finds_a_wrong_export(tmp_path: Path, monkeypatch):
     assert not (tmp_path / "hf").exists()
 
 
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
 CAPPED = {"logit_softcap": 9.0, "activation": "relu2"}
 
 
@@ -204,14 +211,15 @@ CAPPED = {"logit_softcap": 9.0, "activation": "relu2"}
         ({"qkv_bias": True}, "--family qwen2", "byte tokenizer", "Train without"),
         (
             {"qk_norm": False, "qkv_bias": True, "head_dim": 16},
-            "--gguf f32",
+            "--gguf f32 --family qwen2",
             "--head-dim",
             "without",
         ),
         ({"windows": (4,)}, "--gguf f32", "--windows", "without"),
-        ({"rope_scaling": (8.0, 1.0, 4.0, 32.0)}, "--gguf f32", "llama3 in qwen3", "convert_hf"),
-        ({"activation": "relu2"}, "--gguf f32", "nanochat", "without"),
-        ({}, "--gguf f32", "byte tokenizer", "--tokenizer bpe.*convert_hf"),
+        ({"rope_scaling": (8.0, 1.0, 4.0, 32.0)}, "--gguf f32", "llama3 in qwen3", "without"),
+        ({"activation": "relu2"}, "--gguf f32", "activation relu2", "without"),
+        (CAPPED, "--gguf f32 --family nanochat", "--family nanochat", "without"),
+        ({}, "--gguf f32", "byte tokenizer", "--tokenizer bpe"),
     ],
 )
 def test_unsupported_models_are_refused_with_a_fix(settings, flags, problem, fix, tmp_path: Path):
@@ -254,7 +262,7 @@ def test_a_new_setting_that_is_on_and_a_new_parameter_are_refused_by_name(family
     model.blocks[0].attention.gate = torch.nn.Linear(3, 3, bias=False)
     parameter = r"blocks\.0\.attention\.gate\.weight"
     with pytest.raises(UserError, match=rf"--family {family}: .*{parameter}"):
-        to_hf(huggingface.rewrite_params(model, config), MODEL_FAMILIES[family])
+        to_hf(rewrite_params(model, config), MODEL_FAMILIES[family])
 
 
 # Directories of transformers.
@@ -267,23 +275,20 @@ SLIDING = {"layer_types": ["sliding_attention"] * 2}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}
 BAD_CONFIGS = {
     "unknown architecture": ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
-    "another width": ({"intermediate_size": 81}, r"gate_proj.weight must have shape \(81, 48\)"),
-    "more layers": ({"num_hidden_layers": 3}, r"model.layers.2\S* is missing"),
+    "another width": ({"intermediate_size": 81}, "mismatched keys.*_proj"),
+    "more layers": ({"num_hidden_layers": 3}, r"missing keys.*model.layers.2"),
     "many layers": ({"num_hidden_layers": 9000}, "9,000 layers"),
     "fewer layers": ({"num_hidden_layers": 1}, r"model\.layers\.1\."),
     "dynamic RoPE": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
     "RoPE of a fraction": ({"partial_rotary_factor": 0.5}, "complete heads"),
-    "no factor": ({"rope_parameters": {"rope_type": "linear"}}, "linear RoPE must have"),
-    "reversed factors": ({"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 9}}, "rope_scaling"),
-    "odd RoPE": ({"rope_parameters": 7}, "RoPE"),
+    "no factor": ({"rope_parameters": {"rope_type": "linear"}}, "linear.*factor"),
     "RoPE by layer": ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attent"),
     "zero epsilon": ({"rms_norm_eps": 0.0}, "norm_epsilon: must be"),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
     "window of 0": ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_win"),
-    "text for a switch": (QWEN3 | {"use_sliding_window": "yes"}, "use_sliding_window"),
-    "no window": (QWEN3 | SLIDING | {"use_sliding_window": False}, "layer_types must list"),
+    "no window": (QWEN3 | SLIDING | {"use_sliding_window": False}, "sliding_window must be"),
     "exact GELU": (NANOCHAT | {"hidden_act": "gelu"}, "activation .*gelu"),
-    "one bias, one missing": ({"attention_bias": True, "mlp_bias": None}, r"\[True, False\]"),
+    "one bias, one missing": ({"attention_bias": True, "mlp_bias": None}, "mlp_bias"),
     "unscaled attention": (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights"),
     "tied nanochat": (NANOCHAT | {"hidden_act": "relu2", "tie_word_embeddings": True}, "tie_embed"),
 }
@@ -311,16 +316,30 @@ SEQUENCE_A = {"id": "A", "type_id": 0}
 BAD_FILES = {
     "a pickle": (lambda d: (d / "model.safetensors").rename(d / "model.bin"), "save_pretrained"),
     "half the weights": (lambda d: os.truncate(d / "model.safetensors", 9000), "model.safetensors"),
-    "no index": (lambda d: (d / "model.safetensors").rename(d / "model-1.safetensors"), "index"),
+    "no index": (
+        lambda d: (d / "model.safetensors").rename(d / "model-1.safetensors"),
+        "model.safet",
+    ),
     "NaN": (lambda d: edit_tensors(d, lambda t: t["lm_head.weight"].fill_(math.nan)), "head.*NaN"),
-    "no shard": (lambda d: write_index(d, {"weight_map": {"a": "/etc/x"}}), "x: .*Download"),
-    "a wrong index": (lambda d: write_index(d, {"weight_map": [7]}), "weight_map"),
+    "no shard": (
+        lambda d: write_index(d, {"weight_map": {"a": "/etc/x"}}),
+        "must be a directory with",
+    ),
+    "a wrong index": (lambda d: write_index(d, {"weight_map": [7]}), "must be a directory with"),
     "a list": (lambda d: (d / "config.json").write_text("[1]"), "config.json"),
-    "integers": (lambda d: convert_tensors(d, torch.int8), "quantized.*is int8.*original"),
-    "no head": (lambda d: edit_tensors(d, lambda t: t.pop("lm_head.weight")), "head.*tie_word_emb"),
-    "an adapter": (lambda d: (d / "adapter_config.json").write_text('{"r": 4}'), "--base"),
-    "a corrupted adapter": (lambda d: (d / "adapter_config.json").write_text("["), "adapter_conf"),
+    "integers": (lambda d: convert_tensors(d, torch.int8), "quantized.*is I8.*original"),
+    "no head": (
+        lambda d: edit_tensors(d, lambda t: t.pop("lm_head.weight")),
+        "lm_head.*tie_word_emb",
+    ),
+    "an adapter": (lambda d: (d / "adapter_config.json").write_text('{"r": 4}'), "adapter_model"),
+    "a corrupted adapter": (lambda d: (d / "adapter_config.json").write_text("["), "adapter_model"),
     "Meta's layout": (lambda d: (d / "config.json").rename(d / "params.json"), "own layout"),
+    "nanoGPT": (lambda d: (d / "model.safetensors").rename(d / "ckpt.pt"), "nanoGPT"),
+    "litgpt": (lambda d: (d / "model.safetensors").rename(d / "lit_model.pth"), "litgpt"),
+    "nanochat": (lambda d: (d / "model.safetensors").rename(d / "model_000650.pt"), "nanochat"),
+    "llama2.c": (lambda d: (d / "model.safetensors").rename(d / "stories15M.bin"), "llama2.c"),
+    "ONNX": (lambda d: (d / "model.safetensors").rename(d / "model.onnx"), "ONNX"),
     "a run": (lambda d: (d / "config.json").rename(d / "checkpoints"), "no import"),
     "no config": (lambda d: (d / "config.json").unlink(), "directory of its config.json"),
 }
@@ -383,7 +402,7 @@ def test_a_missing_or_large_tokenizer_is_refused(words: Tokenizer, hf_llama: Pat
         run_command("import", hf_llama, tmp_path / "run", "--base", tmp_path)
     slow = shutil.copytree(hf_llama, tmp_path / "slow")
     (slow / "tokenizer.model").touch()
-    with pytest.raises(UserError, match=r"tokenizer.model is not read.*AutoTokenizer"):
+    with pytest.raises(UserError, match=r"tokenizer.model: is not read.*tokenizer.json"):
         run_command("import", slow, tmp_path / "run")
     with pytest.raises(UserError, match=r"--tokenizer.*400.*300"):
         run_command("import", hf_llama, tmp_path / "run", "--tokenizer", file)
@@ -392,8 +411,81 @@ def test_a_missing_or_large_tokenizer_is_refused(words: Tokenizer, hf_llama: Pat
         run_command("import", slow, tmp_path / "run")
 
 
+@torch.no_grad()
+def test_a_tied_model_saved_with_its_head_only_is_read(hf_llama: Path, tmp_path: Path):
+    hf = shutil.copytree(hf_llama, tmp_path / "hf")
+    config = json.loads((hf / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (hf / "config.json").write_text(json.dumps(config))
+    edit_tensors(hf, lambda tensors: tensors.pop("model.embed_tokens.weight"))  # as save_model does
+    run_command("import", hf, tmp_path / "run", "--tokenizer", "byte")
+    ids = torch.arange(40)[None]
+    expected = transformers.AutoModelForCausalLM.from_pretrained(hf)(ids).logits
+    model = load_model(find_checkpoint(tmp_path / "run"))
+    torch.testing.assert_close(model(ids), expected, rtol=0, atol=1e-5)
+    assert model.config.tie_embeddings
+
+
+def test_the_defaults_of_sampling_are_kept(hf_llama: Path, tmp_path: Path, capsys):
+    hf = shutil.copytree(hf_llama, tmp_path / "hf")
+    ByteTokenizer().save(hf / "tokenizer.json")
+    values = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
+    (hf / "generation_config.json").write_text(json.dumps(values | {"max_new_tokens": 64}))
+    run_command("import", hf, tmp_path / "run")
+    assert "temperature 0.6, top_k 20, top_p 0.95" in capsys.readouterr().out
+    file = find_checkpoint(tmp_path / "run").path / "generation_config.json"
+    assert json.loads(file.read_text()) == values
+    run_command("export", tmp_path / "run", tmp_path / "again")
+    exported = json.loads((tmp_path / "again" / "generation_config.json").read_text())
+    assert exported.items() >= values.items() and exported["do_sample"]
+    (hf / "generation_config.json").write_text(json.dumps({"temperature": "hot"}))
+    with pytest.raises(UserError, match=r"generation_config.json\S* must be .*hot"):
+        run_command("import", hf, tmp_path / "other")
+
+
+def test_a_class_that_gives_other_ids_than_the_file_is_named(words, hf_llama, tmp_path, capsys):
+    hf = shutil.copytree(hf_llama, tmp_path / "hf")
+    steps = [split_by(r"\p{N}"), BYTE_LEVEL_WORDS]
+    document = words.document | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
+    (hf / "tokenizer.json").write_text(json.dumps(document))
+    model = random_model(dataclasses.replace(VARIANTS["default"], vocab_size=410))
+    run_command("export", save_run(model, tmp_path / "run", from_document(document)), hf / "x")
+    for name, has_warning in (("PreTrainedTokenizerFast", False), ("GPT2Tokenizer", True)):
+        file = hf / "x" / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": name}))
+        capsys.readouterr()
+        run_command("import", hf / "x", tmp_path / name)
+        assert ("other token ids than tokenizer.json" in capsys.readouterr().err) == has_warning
+
+
+def test_an_import_is_replaced_only_by_force(hf_llama: Path, tmp_path: Path):
+    command = ("import", hf_llama, tmp_path / "run", "--tokenizer", "byte")
+    run_command(*command)
+    with pytest.raises(UserError, match="--force"):
+        run_command(*command)
+    run_command(*command, "--force")
+    run = save_run(random_model(VARIANTS["default"]), tmp_path / "own")
+    with pytest.raises(UserError, match=r"has checkpoints\. Choose"):
+        run_command("import", hf_llama, run, "--tokenizer", "byte", "--force")
+
+
+@pytest.mark.parametrize("name", ["x.model.v3", "tekken_2.json", "qwen.tiktoken", "vocab.json"])
+def test_other_tokenizers_are_named(name: str, hf_llama: Path, tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    file = tmp_path / "folder" / name
+    file.write_bytes(b"\xce")
+    for path in (file, file.parent):
+        with pytest.raises(UserError, match="is not read"):
+            run_command("import", hf_llama, tmp_path / "run", "--tokenizer", path)
+
+
+def test_a_file_of_another_program_is_named(tmp_path: Path):
+    for name, words in (("ckpt.pt", "nanoGPT"), ("model.gguf", "original"), ("m.onnx", "ONNX")):
+        (tmp_path / name).touch()
+        with pytest.raises(UserError, match=words):
+            run_command("import", tmp_path / name, tmp_path / "run")
+
+
 # GGUF.
-MIXED_TEXT = "def words(they, 98765):\n\t\treturn \u65e5\u672c + they've  named\r\n"
 
 
 def export_gguf(
@@ -401,7 +493,7 @@ def export_gguf(
 ) -> tuple[GPT, Path]:
     """Export a model that llama.cpp supports, and return its GGUF file."""
     activation = MODEL_FAMILIES[family].supports["activation"][0]
-    settings = {"bias": family == "gpt2", "activation": activation, "windows": None}
+    settings = {"bias": family in ("gpt2", "llama"), "activation": activation, "windows": None}
     settings["rope_scaling"] = None
     sizes = {"vocab_size": 410, "context_length": 96}
     config = draw_config(family, seed)
@@ -439,7 +531,7 @@ def test_gguf_has_every_tensor(family: str, dtype: str, words: Tokenizer, tmp_pa
             value = value.T
         if family == "llama" and re.search("attn_[qk]", tensor.name):  # pairs side by side
             heads = model.config.num_heads if "attn_q" in tensor.name else model.config.num_groups
-            value = value.view(heads, 2, -1, value.shape[-1]).transpose(1, 2).reshape(value.shape)
+            value = value.view(heads, 2, -1, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
         kind = dtype.upper()
         if value.ndim == 1 or tensor.name == "position_embd.weight":
             kind = "F32"
@@ -464,6 +556,26 @@ def test_gguf_has_every_tensor(family: str, dtype: str, words: Tokenizer, tmp_pa
     assert has_warning == (num_float16 > 0 and dtype != "f16")
 
 
+def test_a_pre_tokenizer_of_llama_cpp_gives_the_same_ids_or_none(words: Tokenizer):
+    def named(regexes: list[str], ignore_merges: bool, **changes: Any) -> str | None:
+        steps = [*map(split_by, regexes), BYTE_LEVEL]
+        document = words.document | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
+        model = document["model"] | {"ignore_merges": ignore_merges}
+        return pre_tokenizer_name(document | {"model": model} | changes)
+
+    llama3 = [SPLIT_PATTERNS["llama3"]]
+    assert (named(llama3, True), named(llama3, False)) == ("llama-bpe", "dbrx")
+    deepseek = [regex.replace(r"\n", "\n") for regex in PRE_TOKENIZERS["deepseek-v3"]]
+    assert named(deepseek, False) == "deepseek-v3"
+    qwen2 = [SPLIT_PATTERNS["qwen2"]]
+    assert named(qwen2, True) == named(qwen2, True, normalizer={"type": "NFC"}) == "qwen2"
+    assert named(qwen2, True, normalizer={"type": "NFKC"}) is None
+    vocab = words.document["model"]["vocab"] | {"qqqq": words.vocab_size}  # which no merge makes
+    model = words.document["model"] | {"vocab": vocab}
+    assert named(qwen2, True, model=model | {"ignore_merges": False}) == "qwen2"
+    assert named(qwen2, True, model=model | {"ignore_merges": True}) is None
+
+
 @pytest.mark.parametrize("scaling", [(2.0,), (8.0, 1.0, 4.0, 32.0)])
 def test_gguf_has_the_scaling_of_rope(scaling: tuple[float, ...], words, tmp_path: Path):
     gguf = pytest.importorskip("gguf")
@@ -473,21 +585,16 @@ def test_gguf_has_the_scaling_of_rope(scaling: tuple[float, ...], words, tmp_pat
     run_command("export", run, tmp_path / "hf", "--family", "llama", "--gguf", "f32")
     reader = gguf.GGUFReader(tmp_path / "hf" / "hf-f32.gguf")
     values = {key: field.contents() for key, field in reader.fields.items()}
-    tensors = {tensor.name: tensor.data.tolist() for tensor in reader.tensors}
+    tensors = {tensor.name: torch.tensor(tensor.data) for tensor in reader.tensors}
     linear = ("linear", 2.0) if len(scaling) == 1 else (None, None)
     keys = ("llama.rope.scaling.type", "llama.rope.scaling.factor")
     assert tuple(map(values.get, keys)) == linear
-    divisors = []  # as llama.cpp's convert_hf_to_gguf.py computes them
-    for pair in range(8):
-        wavelength = 2 * math.pi * 10_000 ** (pair / 8)
-        if len(scaling) == 1:
-            continue
-        factor, low, high, length = scaling
-        smooth = (length / wavelength - low) / (high - low)
-        between = 1 / ((1 - smooth) / factor + smooth)
-        is_between = length / high <= wavelength <= length / low
-        divisors.append(between if is_between else 1 if wavelength < length / high else factor)
-    assert tensors.get("rope_freqs.weight", []) == pytest.approx(divisors, rel=1e-5)
+    assert ("rope_freqs.weight" in tensors) == (len(scaling) > 1)
+    if len(scaling) > 1:
+        hf_config = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
+        scaled = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(hf_config).inv_freq
+        plain = 10_000.0 ** (-torch.arange(8) / 8)
+        torch.testing.assert_close(tensors["rope_freqs.weight"], plain / scaled, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -505,36 +612,6 @@ def test_weights_that_a_type_does_not_represent_are_refused(
     with pytest.raises(UserError, match=f"--gguf {problem}"):
         run_command("export", run, tmp_path / "hf", "--gguf", dtype)
     assert not (tmp_path / "hf").exists()
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "gpt2"])
-@pytest.mark.parametrize(
-    ("dtype", "max_nats"), [("f32", 1e-3), ("f16", 0.01), ("bf16", 0.1), ("q8_0", 0.1), ("q4_0", 1)]
-)
-def test_llama_cpp_encodes_a_text_and_computes_its_loss_as_the_model_does(
-    family: str, dtype: str, max_nats: float, words: Tokenizer, tmp_path: Path, monkeypatch
-):
-    llama_cpp = pytest.importorskip("llama_cpp")
-    params = llama_cpp.llama_model_default_params()
-    params.use_extra_bufts = False  # AMX kernels crash in 0.3.36
-    monkeypatch.setattr(llama_cpp.llama_cpp, "llama_model_default_params", lambda: params)
-    if family == "qwen2":
-        words = qwen2_tokenizer()
-    model, path = export_gguf(family, 2, dtype, words, tmp_path)
-    settings = {"n_ctx": 96, "logits_all": True, "verbose": False}
-    cache_types = {name: llama_cpp.GGML_TYPE_F32 for name in ("type_k", "type_v")}
-    runner = llama_cpp.Llama(str(path), **settings, **cache_types)
-    ids = torch.tensor(words.encode(MIXED_TEXT).tolist())
-    assert runner.tokenize(MIXED_TEXT.encode(), add_bos=False) == ids.tolist()
-    runner.eval(ids.tolist())
-    logits = torch.tensor(runner.scores[: len(ids)])
-    with torch.no_grad():
-        expected = model(ids[None])[0]
-    if dtype == "f32":
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3)
-    loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
-    expected_loss = torch.nn.functional.cross_entropy(expected[:-1], ids[1:])
-    assert abs(loss - expected_loss) < max_nats
 
 
 # A model's own conventions, chats, and the hub.
@@ -583,7 +660,6 @@ def test_an_import_keeps_what_begins_and_ends_its_texts(
         inputs = hf_tokenizer(text, return_tensors="pt")
         prompt = inputs.input_ids[0].tolist()
         assert generator.encode_prompt(text) == prompt and prompt[0] == bos
-        assert read_prompts(text, generator.tokenizer, generator.encode_prompt) == [prompt]
         options = {"do_sample": False, "suppress_tokens": generator.tokenizer.unused_ids()}
         hf_ids = hf_model.generate(**inputs, max_new_tokens=20, **options)[0, len(prompt) :]
         stream = TextStream(generator.tokenizer, prompt)
@@ -642,7 +718,7 @@ def test_the_chat_template_gives_the_tokens_that_were_learned(
         words = words.with_special(CHATML_TOKENS)
     elif kind == "imported":  # its template is replaced by that of the chats that are learned
         names = special_token_names(words, chat=True)
-        words = words.with_chat_template("{{ messages }}").with_special(names)
+        words = words.with_chat_template(TEMPLATE).with_special(names)
     model = random_model(dataclasses.replace(VARIANTS["default"], vocab_size=410))
     for examples, is_chat_model in ((None, kind == "imported"), ("chats", True)):
         run, hf, back = (tmp_path / f"{name}-{examples}" for name in ("run", "hf", "back"))

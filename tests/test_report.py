@@ -8,7 +8,6 @@ import shutil
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,46 +15,23 @@ import pytest
 import torch
 from helpers import (
     SpoilHead,
-    assert_same_run,
     exit_code_of,
     logged,
     make_dataset,
     numbers_text,
-    random_model,
     read_lines,
     train_tiny,
     write_lines,
 )
 
-import prepare
 import report
 import sample
 from engine.data.batches import open_mixture
-from engine.data.dataset import open_dataset
-from engine.report.attention_maps import (
-    ATTENTION_TOKENS,
-    MAX_ATTENTION_BYTES,
-    attention_maps,
-    compute_attention,
-)
-from engine.report.callback import (
-    EARLY_SAMPLE_TOKENS,
-    MAX_FRAME_BYTES,
-    SAMPLE_TOKENS,
-    Report,
-    write_samples,
-)
-from engine.report.page import (
-    MAX_CURVE_POINTS,
-    MAX_SHOWN_EVALUATIONS,
-    collect_run_content,
-    downsample,
-    select_samples,
-    write_page,
-)
+from engine.report.attention_maps import attention_maps, compute_attention
+from engine.report.callback import EARLY_SAMPLE_TOKENS, SAMPLE_TOKENS, Report
+from engine.report.page import MAX_CURVE_POINTS, MAX_SHOWN_EVALUATIONS, downsample, select_samples
 from engine.runs.checkpoint import load_model
 from engine.runs.run_files import find_checkpoint
-from model import GPT, ModelConfig
 
 EVIL = "</script><img src=x onerror=\"document.title='taken'\"><!--"
 
@@ -95,8 +71,8 @@ def test_a_run_writes_its_page_at_each_evaluation(runs, numbers):
     training, validation = (page["training"], page["validation"])
     losses, val_losses = (logged(runs / "a", key) for key in ("train_loss", "val_loss"))
     assert training["step"] == list(losses) and validation["step"] == [4, 8]
-    assert training["train_loss"]["mean"] == pytest.approx(list(losses.values()), rel=1e-5)
-    assert validation["val_loss"]["mean"] == pytest.approx(list(val_losses.values()), rel=1e-5)
+    assert training["train_loss"] == pytest.approx(list(losses.values()), rel=1e-5)
+    assert validation["val_loss"] == pytest.approx(list(val_losses.values()), rel=1e-5)
     assert validation["tokens"] == [256, 512]
     assert page["best"]["val_loss"] == pytest.approx(val_losses[8]) and page["state"]["step"] == 8
     about = page["about"]
@@ -116,24 +92,21 @@ def test_samples_follow_the_same_prompts_at_each_evaluation(runs):
     assert not sizes
 
 
-@pytest.mark.parametrize("fraction, early", [(100.0, [1, 2, 4, 8, 16]), (0.0, [1, 2, 4])])
-def test_the_first_steps_are_drawn_at_doublings(fraction, early, numbers, tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.report.callback.MAX_EARLY_TIME", fraction)
+def test_the_first_steps_are_drawn_at_doublings(numbers, tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.report.callback.MAX_EARLY_TIME", 0.0)
     run = tmp_path / "run"
     train_tiny(numbers, run, "--steps", 40, "--eval-every", 20, callbacks=[Report()])
     samples = read_lines(run / "samples.jsonl")
-    assert [sample["step"] for sample in samples[::3]] == [*early, 20, 40]
+    assert [sample["step"] for sample in samples[::3]] == [1, 2, 4, 20, 40]
     frames = read_lines(run / "attention.jsonl")
-    assert [frame["step"] for frame in frames] == [*early, 40 if fraction else 20, 40][:6]
+    assert [frame["step"] for frame in frames] == [1, 2, 4, 20, 40]
     assert read_page(run / "report.html")["frames"] == frames
     attention = compute_attention(load_model(find_checkpoint(run)), open_mixture([numbers]))
     assert frames[-1] == {"step": 40, **attention}
     assert frames[0]["weights"] != attention["weights"]
 
 
-def test_memorized_passages_are_shown_and_losses_that_are_not_finite_are_gaps(
-    run_a, numbers, monkeypatch
-):
+def test_memorized_passages_are_shown_and_losses_that_are_not_finite_are_gaps(run_a, numbers):
     records = read_lines(run_a / "metrics.jsonl")
     first, second, *_ = (record for record in records if "train_loss" in record)
     first["train_loss"] = None
@@ -141,23 +114,13 @@ def test_memorized_passages_are_shown_and_losses_that_are_not_finite_are_gaps(
     write_lines(run_a / "metrics.jsonl", records)
     samples = read_lines(run_a / "samples.jsonl")
     data = open_mixture([numbers])
-    text = data.tokenizer.decode(data.datasets[0].train.tokens[500:700].tolist())
-    val_ids = data.tokenizer.encode(text[:50]).tolist()
-    monkeypatch.setattr(report, "read_lines", lambda *_: [[], [], val_ids])
-    samples[-2]["text"] = text[:50]
+    text = data.tokenizer.decode(data.train.tokens[500:700].tolist())
     samples[-1]["text"] = f"@{text}@"
     write_lines(run_a / "samples.jsonl", samples)
     page = make_page(run_a)
-    losses = page["training"]["train_loss"]["mean"]
+    losses = page["training"]["train_loss"]
     assert [loss is None for loss in losses] == [True, True] + [False] * 6
-    memorization = page["memorization"]
-    assert memorization["passages"][1:] == [[], [[1, 200, "numbers.txt"]]]
-    assert memorization["longest"] == [200, 50]
-    assert "Marked" in memorization["note"] and "at most 50." in memorization["note"]
-    samples[-1]["text"] = text[:50]
-    write_lines(run_a / "samples.jsonl", samples)
-    memorization = make_page(run_a)["memorization"]
-    assert memorization["passages"] == [[], [], []] and "No passage" in memorization["note"]
+    assert page["memorization"]["passages"][2] == [[1, 200, "numbers.txt"]]
 
 
 def test_attention_is_that_of_the_heads(runs, numbers):
@@ -169,26 +132,7 @@ def test_attention_is_that_of_the_heads(runs, numbers):
     rows, columns = np.tril_indices(len(tokens))
     expected = maps.flatten(0, 1)[:, rows, columns].ravel()
     np.testing.assert_allclose((levels / 255) ** 2, expected, atol=0.004)
-    assert len(attention["habits"]) == attention["layers"] * attention["heads"]
-
-
-def test_of_many_heads_all_are_shown_on_a_shorter_text(numbers):
-    data = open_mixture([numbers])
-    sizes = {"vocab_size": data.tokenizer.vocab_size, "context_length": 64}
-    config = ModelConfig(**sizes, num_layers=2, num_heads=600, d_model=1200)
-    attention = compute_attention(GPT(config).eval(), data)
-    size = len(base64.b64decode(attention["weights"]))
-    length = len(attention["labels"])
-    assert length < ATTENTION_TOKENS
-    assert size == 1200 * length * (length + 1) // 2 <= MAX_ATTENTION_BYTES
-    frame = compute_attention(GPT(config).eval(), data, MAX_FRAME_BYTES)
-    assert len(base64.b64decode(frame["weights"])) <= MAX_FRAME_BYTES
-    assert frame["labels"] == attention["labels"][: len(frame["labels"])]
-
-
-def test_the_callback_changes_nothing_in_training(runs, numbers, tmp_path):
-    train_tiny(numbers, tmp_path / "alone", "--steps", 8, "--eval-every", 4, "--save-every", 4)
-    assert_same_run(tmp_path / "alone", runs / "a")
+    assert attention["ids"] == tokens.tolist() and "".join(attention["texts"]) == text
 
 
 def test_a_resumed_run_drops_the_samples_after_its_step(run_a, numbers):
@@ -216,19 +160,13 @@ def test_the_page_shows_the_checkpoint_that_is_used_also_after_a_resume(numbers,
     assert pages[0]["attention"] == best
 
 
-def test_points_of_a_long_curve_are_means_with_minimum_and_maximum():
+def test_points_of_a_long_curve_are_means_and_of_many_evaluations_some_are_shown():
     values = np.arange(2.5 * MAX_CURVE_POINTS)  # three values a point
     values[[6, 7, 8, 10]] = math.nan
     curve = downsample(values)
-    assert len(curve["mean"]) == math.ceil(len(values) / 3)
-    points = [curve[name][1:4] for name in ("mean", "min", "max")]
-    assert points == [[4, None, 10], [3, None, 9], [5, None, 11]]
-    assert curve["mean"][-1] == values[-1]
-    assert downsample(np.array([1.0, math.nan, 3.0])) == {"mean": [1.0, None, 3.0]}
-    assert downsample(np.array([])) == {"mean": []}
-
-
-def test_of_many_evaluations_some_are_shown_with_the_first_and_the_last():
+    assert len(curve) == math.ceil(len(values) / 3)
+    assert curve[1:4] == [4, None, 10] and curve[-1] == values[-1]
+    assert downsample(np.array([1.0, math.nan, 3.0])) == [1.0, None, 3.0]
     samples = [{"step": step, "text": "text"} for step in range(1, 1001)]
     steps = [sample["step"] for sample in select_samples(samples)]
     assert len(steps) == MAX_SHOWN_EVALUATIONS and (steps[0], steps[-1]) == (1, 1000)
@@ -267,9 +205,6 @@ def test_runs_are_compared_in_the_terminal_too_and_continue_a_prompt(runs, tmp_p
         text = "".join(generate(max_new_tokens=SAMPLE_TOKENS))
         text = f"\n{text}" if folder.name == "chat" else text
         assert page["samples"][-1] == {"step": page["best_step"], "prompt": "7 is", "text": text}
-    command = pages[2]["about"]["more_text"].replace("TEXT MORE_TEXT", str(tmp_path / "in.jsonl"))
-    prepare.main(command.split()[2:])
-    assert open_dataset(Path(f"{data}-more")).manifest["origin"]["examples"] == "chats"
     make_page(runs / "a", runs / "b")
     best, second = sorted(pages[:2], key=lambda page: page["best"]["val_bits_per_byte"])
     assert f"{best['name']} is better than {second['name']}, by" in capsys.readouterr().out
@@ -293,7 +228,7 @@ def poison(folder: Path) -> Path:
     write_lines(poisoned / "samples.jsonl", [*samples, {"step": 8, "prompt": EVIL, "text": EVIL}])
     with open(poisoned / "config.toml", "a") as file:
         file.write(f"evil = {json.dumps(EVIL)}\n")
-    about = {"machine": {EVIL: EVIL}, "defaults": {EVIL: EVIL}, "typed": ["evil"]}
+    about = {"machine": {EVIL: EVIL}, "defaults": {EVIL: EVIL}, "typed": {"evil": EVIL}}
     (poisoned / "about.json").write_text(json.dumps(about))
     return poisoned
 
@@ -311,17 +246,6 @@ def test_markup_in_a_run_ends_no_script_and_the_policy_allows_those_of_the_templ
 
 
 @pytest.mark.browser
-def test_memorized_characters_are_marked(page, runs, tmp_path):
-    memorization = {"passages": [[[2, 5, "token 7"]], [], []], "note": "For comparison, 3."}
-    run = collect_run_content(runs / "a") | {"memorization": memorization}
-    run["samples"] = [sample | {"text": f"é🚀{sample['text']}"} for sample in run["samples"]]
-    write_page([run], tmp_path / "page.html")
-    page.goto((tmp_path / "page.html").as_uri())
-    assert page.locator("#samples mark").inner_text() == run["samples"][3]["text"][2:7]
-    assert "token 7" in page.locator("#samples").inner_text()
-
-
-@pytest.mark.browser
 def test_markup_in_a_run_is_shown_as_text(page, run_a):
     folder = poison(run_a)
     for folders in ((folder, folder), (folder,)):
@@ -334,34 +258,14 @@ def test_markup_in_a_run_is_shown_as_text(page, run_a):
     assert all(EVIL in page.locator(name).inner_text() for name in ("#settings", "#machine"))
 
 
-def test_a_sharded_model_is_not_sampled_from(run_a, numbers):
-    before = (run_a / "samples.jsonl").read_bytes()
-    trainer = SimpleNamespace(step=9, data=open_mixture([numbers]), is_best=True)
-    trainer.config = SimpleNamespace(out=run_a)
-    trainer.dist_ctx = SimpleNamespace(sharded=True)
-    Report().sample(trainer)
-    assert (run_a / "samples.jsonl").read_bytes() == before
-
-
-def test_a_model_that_diverged_has_samples_and_attention(numbers):
-    data = open_mixture([numbers])
-    model = random_model(
-        ModelConfig(vocab_size=data.tokenizer.vocab_size, context_length=16, d_model=8)
-    )
-    model.head.weight.data.fill_(math.nan)
-    model.blocks[0].attention.heads[0].query.weight.data.fill_(math.nan)
-    assert {sample["text"][:5] for sample in write_samples(model, data, 1, 1)} == {"none:"}
-    assert compute_attention(model, data)["weights"]
-
-
 @pytest.mark.parametrize("is_missing", [False, True])
 def test_data_that_is_missing_or_not_that_of_the_run_is_noted(numbers, run_a, is_missing):
     data = run_a.with_name("data")
     if not is_missing:
-        manifest = shutil.copytree(numbers, data) / "manifest.json"
-        manifest.write_text(manifest.read_text() + "\n")
+        flags = {"tokenizer": str(numbers), "val_fraction": 0.3, "out": data}
+        make_dataset(run_a.parent, numbers.with_suffix(".txt"), **flags)
     config = run_a / "config.toml"
     config.write_text(config.read_text().replace(str(numbers), str(data)))
     page = make_page(run_a)
-    assert page["about"]["data"] and page["memorization"] is page["attention"] is None
+    assert page["about"]["data"] and page["memorization"] is None
     assert page["training"]["step"] and str(data) in page["notes"][0]

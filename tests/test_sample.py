@@ -11,6 +11,7 @@ import pty
 import re
 import select
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from helpers import ROOT, exit_code_of, make_dataset, read_lines, save_run, writ
 import sample
 import train
 from engine.core.errors import UserError
-from engine.data.chats.chat import encode_example
+from engine.data.chats.chat import encode_examples
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer, from_document
 from engine.data.tokenizer_json import SPECIAL_TOKENS, with_extension
 from model import GPT, ModelConfig
@@ -52,7 +53,7 @@ def chat_model(tmp_path_factory) -> Path:
     for three in itertools.product(ANSWERS.items(), repeat=3):
         turns = [[("user", question), ("assistant", answer)] for question, answer in three]
         chats.append([*itertools.chain(*turns)])
-    examples = [torch.from_numpy(encode_example(CHAT, turns)).long() for turns in chats]
+    examples = [torch.from_numpy(encode_examples(CHAT, turns)[0]).long() for turns in chats]
     padding = ~CHAT.end_of_text_id
     ids = torch.nn.utils.rnn.pad_sequence(examples, batch_first=True, padding_value=padding)
     torch.manual_seed(0)
@@ -290,7 +291,7 @@ def test_weights_are_loaded_in_the_dtype_that_is_faster(trained, monkeypatch):
         dtypes.append(sample.load(trained, "cpu", dtype=dtype).model.head_weight().dtype)
     assert dtypes == [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
     monkeypatch.setattr(sample, "choose_device", torch.device)
-    with pytest.raises(UserError, match=r"--quantize: .* CPU .*meta"):
+    with pytest.raises(UserError, match=r"--quantize: .*--device cpu"):
         sample.load(trained, "meta", quantize="int8")
 
 
@@ -341,28 +342,48 @@ def test_a_text_is_written_though_standard_error_is_closed(trained):
     assert subprocess.check_output(["sh", "-c", closed], encoding="utf-8").startswith("1 is")
 
 
-@pytest.mark.parametrize(
-    ("content", "prompts"),
-    [
-        (b'{"prompt": "a"}\r\n\r\n  \r\n{"prompt": "b"}\r\n', ["a", "b"]),
-        (b'\n\n{"prompt": "\\u2028a\xe2\x80\xa8"}\n\n', ["\u2028a\u2028"]),
-        (b'\xef\xbb\xbf{"prompt": "' + b"ab " * 10**6 + b'"}', ["ab " * 10**6]),
-    ],
-    ids=["CRLF", "line separators", "BOM, huge, no newline"],
-)
-def test_any_layout_of_lines_is_read(content, prompts, output_of, tmp_path):
-    (tmp_path / "in.jsonl").write_bytes(content)
-    files = ["--prompts-file", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl"]
-    output_of(*files, "--max-new-tokens", 1)
-    assert [record["prompt"] for record in read_lines(tmp_path / "out.jsonl")] == prompts
+def test_a_chat_in_the_page_has_room_for_the_next_question(trained, chat_model, monkeypatch):
+    lengths = []
+    page = "engine.report.model_page"
+    keep = lambda model, settings, prompts: lengths.append(settings["max_new_tokens"])  # noqa: E731
+    monkeypatch.setattr(f"{page}.make_page", keep)
+    monkeypatch.setattr(f"{page}.open_page", lambda *_: None)
+    for path in (trained, chat_model):
+        for flags in ([], ["--max-new-tokens", "400"]):
+            sample.main([str(path), "--page", *flags])
+    assert lengths == [500, 400, 48, 400]
 
 
-@pytest.mark.parametrize("name", ["trained", "chat_model"])
-def test_a_chat_in_the_page_has_room_for_the_next_question(name, request, monkeypatch):
-    abouts = []
-    name_of_serve = "engine.report.live_page.serve"
-    monkeypatch.setattr(name_of_serve, lambda answers, *_: abouts.extend(answers["about"]({})))
-    for flags in ([], ["--max-new-tokens", "400"]):
-        sample.main([str(request.getfixturevalue(name)), "--page", *flags])
-    lengths = [about["settings"]["max_new_tokens"] for about in abouts]
-    assert lengths == [48 if name == "chat_model" else 500, 400]
+def test_a_model_recommends_its_sampling_and_flags_have_the_last_word(output_of, tmp_path, trained):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    for checkpoint in run.glob("checkpoints/*"):
+        recommended = {"temperature": 1e6, "top_k": 1, "top_p": None, "eos_token_id": 3}
+        (checkpoint / "generation_config.json").write_text(json.dumps(recommended))
+    expected = output_of("äö", "--temperature", 0, "--max-new-tokens", 20)
+    assert output_of("äö", "--max-new-tokens", 20, path=run) == expected
+    assert sample.load(run, "cpu").generate("äö", max_new_tokens=20) == expected[2:-1]
+    flags = ["--top-k", 0, "--max-new-tokens", 20]
+    assert output_of("äö", *flags, path=run) == output_of("äö", "--temperature", 1e6, *flags)
+    (checkpoint / "generation_config.json").write_text('{"temperature": -1}')
+    with pytest.raises(UserError, match=r"generation_config\.json: temperature"):
+        output_of("a", path=checkpoint)
+
+
+def test_a_text_needs_no_web_server(trained):
+    program = f"import sys, sample; sample.main([{str(trained)!r}, 'a', '--max-new-tokens=1']); "
+    program += "sys.exit(bool({'starlette', 'uvicorn', 'pydantic'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("key", ['"key"', "'key'", "  "])
+def test_a_key_has_neither_quotes_nor_only_spaces(key, monkeypatch):
+    monkeypatch.setenv("GPT_API_KEY", key)
+    with pytest.raises(UserError, match="GPT_API_KEY"):
+        sample.SampleConfig(serve=True, host="0.0.0.0")
+    monkeypatch.setenv("GPT_API_KEY", " key\n")
+    assert sample.SampleConfig(serve=True, host="0.0.0.0").api_key == "key"
+
+
+def test_escapes_in_stop_are_those_of_prepare():
+    assert sample.SampleConfig(stop=("\\n", "a\\tb")).options["stop"] == ("\n", "a\tb")

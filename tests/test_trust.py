@@ -25,22 +25,16 @@ from helpers import (
     numbers_text,
     read_files,
     seal,
-    tiny,
     train_tiny,
 )
-from soak import run_ranks
 
 import prepare
 import sample
 import train
-from engine.core.distributed import init_distributed
 from engine.core.errors import UserError
 from engine.core.files import sha256, write_json
-from engine.core.settings import load_settings
 from engine.data.dataset import open_dataset, verify_dataset
 from engine.runs.checkpoint import open_checkpoint
-from engine.training.callbacks import MetricsFile
-from engine.training.config import TrainConfig
 from engine.training.optimizer import MAX_SKIPPED_STEPS
 
 
@@ -64,41 +58,10 @@ def place(workspace, tmp_path) -> Path:
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "breakpoint", "os.system", "os.popen"}
 FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}
 SAFE_ARGUMENTS = {"allow_pickle": "False", "shell": "False"}
-LAYERS = ["engine.core", "engine.nn", "model", "engine.data", "engine.generation"]
-LAYERS += [
-    "engine.runs",
-    "engine.serving",
-    "engine.training",
-    "engine.huggingface",
-    "engine.report",
-    "prepare",
-]
+LAYERS = ["engine.core", "engine.nn", "model", "engine.data", "engine.generation", "engine.runs"]
+LAYERS += ["engine.serving", "engine.training", "engine.huggingface", "engine.report", "prepare"]
 COMMANDS = {path.stem for path in ROOT.glob("*.py")} | {"benchmarks", "examples"}
 RANKS = dict.fromkeys(COMMANDS, len(LAYERS)) | {name: rank for rank, name in enumerate(LAYERS)}
-each_source = pytest.mark.parametrize(
-    "path", [*ROOT.glob("*.py"), *ROOT.glob("engine/**/*.py")], ids=lambda path: path.name
-)
-
-
-def calls_and_imports(path: Path) -> tuple[list[ast.Call], list[str]]:
-    """List the calls in a file, and the dotted name of every import."""
-    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    sources = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    names = [f"{node.module}.{alias.name}" for node in sources for alias in node.names]
-    names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    return [node for node in nodes if isinstance(node, ast.Call)], names
-
-
-@each_source
-def test_no_source_file_can_run_what_it_reads(path):
-    calls, imports = calls_and_imports(path)
-    assert FORBIDDEN_MODULES.isdisjoint(name.split(".")[0] for name in imports)
-    for call in calls:
-        name = ast.unparse(call.func)
-        arguments = {str(word.arg): ast.unparse(word.value) for word in call.keywords}
-        assert name not in FORBIDDEN_CALLS, ast.unparse(call)
-        assert name != "torch.load" or arguments.get("weights_only") == "True"
-        assert SAFE_ARGUMENTS | arguments == arguments | SAFE_ARGUMENTS, ast.unparse(call)
 
 
 def layer_of(name: str) -> str:
@@ -106,15 +69,33 @@ def layer_of(name: str) -> str:
     return ".".join(name.split(".")[: 2 if name.startswith("engine.") else 1])
 
 
-@each_source
-def test_imports_run_one_way(path):
-    own = layer_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    for name in calls_and_imports(path)[1]:
-        layer = layer_of(name)
-        if layer != own and (layer in RANKS or layer.startswith("engine.")):
-            assert RANKS[layer] < RANKS[own], name
-            assert layer != "prepare" or own == "train", name
-            assert own != "model" or layer == "engine.nn", name
+def test_no_source_file_can_run_what_it_reads_and_imports_run_one_way():
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("engine/**/*.py")]:
+        own = layer_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                check_call(node)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                source = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                for alias in node.names:
+                    check_import(own, f"{source}{alias.name}")
+
+
+def check_call(call: ast.Call) -> None:
+    name = ast.unparse(call.func)
+    arguments = {str(word.arg): ast.unparse(word.value) for word in call.keywords}
+    assert name not in FORBIDDEN_CALLS, ast.unparse(call)
+    assert name != "torch.load" or arguments.get("weights_only") == "True"
+    assert SAFE_ARGUMENTS | arguments == arguments | SAFE_ARGUMENTS, ast.unparse(call)
+
+
+def check_import(own: str, name: str) -> None:
+    assert name.split(".")[0] not in FORBIDDEN_MODULES
+    layer = layer_of(name)
+    if layer != own and (layer in RANKS or layer.startswith("engine.")):
+        assert RANKS[layer] < RANKS[own], (own, name)
+        assert layer != "prepare" or own == "train", name
+        assert own != "model" or layer == "engine.nn", name
 
 
 # Malicious and corrupted files.
@@ -186,7 +167,7 @@ def test_every_field_of_a_state_is_checked(place):
     state = json.loads((path / "state.json").read_text())
     states = [state | {name: wrong} for name in (*state, "unknown") for wrong in WRONG_VALUES]
     nested = corruptions({name: state[name] for name in ("settings", "model")})
-    states += [state | changes for changes in itertools.islice(nested, 0, None, 19)]
+    states += [state | changes for changes in itertools.islice(nested, 0, None, 61)]
     flags = ["--resume", "--steps", 4]
     num_refused = 0
     for changed in states:
@@ -198,7 +179,7 @@ def test_every_field_of_a_state_is_checked(place):
             except UserError as error:
                 num_refused += 1
                 assert "\n" not in str(error)
-    assert num_refused > 100
+    assert num_refused > 80
     write_json(path / "state.json", state)
     seal(path)
     assert train_tiny(place / "data", place / "run", "--resume", "--steps", 6).step == 6
@@ -258,21 +239,15 @@ def replace_by_another(run: Path) -> None:
     (run / "checkpoints" / ".step-00000009.partial.x").mkdir()  # written by that run
 
 
-CHANGES = {
-    "removed": shutil.rmtree,
-    "renamed": lambda run: run.rename(run.with_name("moved")),
-    "replaced": replace_by_another,
-    "unlocked": lambda run: (run / ".lock").unlink(),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change", [shutil.rmtree, replace_by_another, lambda run: (run / ".lock").unlink()]
+)
 def test_a_run_folder_that_is_not_its_own_any_more_ends_the_run(place, change):
     run = place / "run"
     contents = {}
 
     def change_folder() -> None:
-        CHANGES[change](run)
+        change(run)
         contents.update(read_files(run))
 
     flags = ["--resume", "--steps", 20, "--log-every", 3, "--save-every", 100, "--eval-every", 8]
@@ -282,24 +257,19 @@ def test_a_run_folder_that_is_not_its_own_any_more_ends_the_run(place, change):
     assert run.exists() == bool(contents)
 
 
-def test_nan_of_one_rank_is_skipped_by_both_until_it_ends_the_run(workspace, tmp_path):
+def test_losses_that_are_not_finite_are_skipped_until_they_end_the_run(workspace, tmp_path):
     run = tmp_path / "run"
     flags = ["--steps", 1000, "--eval-every", 1000, "--save-every", 3]
-    config = load_settings(TrainConfig, tiny(workspace / "data", run, *flags))
-
-    def train_spoiled(rank: int) -> None:
-        with init_distributed("cpu", timeout=60) as dist:
-            metrics = [MetricsFile()] if dist.is_main_process else []
-            train.train(config, dist, [SpoilLoss([5, 6, *range(61, 1001)]), *metrics])
-
-    assert 0 not in run_ranks(tmp_path / "log", 2, train_spoiled)
+    spoil = SpoilLoss([5, 6, *range(61, 1001)])
+    with pytest.raises(UserError, match=rf"--learning-rate: .*\b{MAX_SKIPPED_STEPS}\b") as error:
+        train_tiny(workspace / "data", run, *flags, callbacks=[spoil])
     skipped, losses = (logged(run, key) for key in ("skipped_steps", "train_loss"))
     assert [skipped[step] for step in (4, 5, 6, 7, 60, 61)] == [0, 1, 2, 2, 2, 3]
     assert losses[5] is losses[6] is losses[61] is None and losses[60] < losses[1] - 0.3
+    assert "NaN" not in (run / "metrics.jsonl").read_text()
     saved = newest_checkpoint(run)
     assert saved.step >= 60 and all(tensor.isfinite().all() for _, tensor in saved.model())
-    pattern = rf"UserError.*--learning-rate: .*\b{MAX_SKIPPED_STEPS}\b.* step {saved.step}\b"
-    assert len(re.findall(pattern, (tmp_path / "log").read_text())) == 2
+    assert f"step {saved.step}." in str(error.value)
 
 
 def test_a_disk_that_fills_up_while_preparing_leaves_nothing(small_disk, tmp_path):

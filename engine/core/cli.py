@@ -17,7 +17,7 @@ from tqdm import tqdm
 from engine.core.errors import UserError
 
 LOCAL_HOST = "127.0.0.1"  # the address of this machine, which no other reaches
-LOCAL_HOSTS = (LOCAL_HOST, "localhost")
+LOCAL_HOSTS = (LOCAL_HOST, "localhost", "::1")
 PROCESS_START = time.monotonic()  # of this process, approximately
 # A terminal that closes, and job schedulers before a time limit. Windows has SIGTERM only.
 END_SIGNAL_NAMES = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")

@@ -1,14 +1,16 @@
 """The one exception for mistakes of the user, and errors of libraries that become one."""
 
 import contextlib
+import difflib
 import importlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 ENGINE_FOLDER = Path(__file__).resolve().parents[1]
 MAX_REASON_CHARACTERS = 200  # of an error, in a warning
+MIN_SIMILARITY = 0.65  # of a name to the one that was meant: 1 is equal
 BUG_TYPES = (AssertionError, AttributeError, LookupError, NameError, TypeError)
 
 
@@ -18,6 +20,17 @@ class UserError(Exception):
     The message follows the template ``<flag or path>: <problem> (got X). <Fix>.`` Every other
     exception is a bug and keeps its traceback.
     """
+
+
+def did_you_mean(name: str, proposals: Mapping[str, object], advice: str) -> str:
+    """Return the question whether a wrong name means a proposal, by the name that is most similar.
+
+    A name that begins with the wrong one comes first. ``advice`` is returned if none is similar.
+    """
+    matches = sorted((each for each in proposals if each.startswith(name)), key=len)
+    matches = matches if len(name) > 2 or name in matches else []
+    matches += difflib.get_close_matches(name, proposals, 1, MIN_SIMILARITY)
+    return f"Did you mean {proposals[matches[0]]}?" if matches else advice
 
 
 @contextlib.contextmanager

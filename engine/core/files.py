@@ -1,7 +1,6 @@
 """Atomic writes, SHA-256 hashes, strict JSON, and locks between processes."""
 
 import contextlib
-import difflib
 import glob
 import hashlib
 import io
@@ -16,7 +15,7 @@ from typing import Any, BinaryIO
 
 import filelock
 
-from engine.core.errors import UserError, wrap_library_errors
+from engine.core.errors import UserError, did_you_mean, wrap_library_errors
 
 MAX_INPUT_BYTES = 2**30  # of an input that is read at once
 POINTER_START = b"version https://git-lfs.github.com/spec/"
@@ -49,19 +48,18 @@ class NamedFile(io.FileIO):
             raise
 
 
-def find_similar(path: Path, folder: Path, pattern: str) -> Path | None:
-    """Return the path that a wrong one may mean, in which a file matches ``pattern``; None: none.
+def propose_path(path: Path, folder: Path, pattern: str, advice: str) -> str:
+    """Return the question whether a wrong path means another, in which a file matches ``pattern``.
 
-    It is above the wrong path or inside it, or has a similar name, beside it or in ``folder``.
+    That is above the wrong path or inside it, or has a similar name, beside it or in ``folder``.
     """
-    candidates = [*path.parents[:2], *sorted(path.glob("*"))]
-    siblings = [*folder.glob("*"), *path.parent.glob("*")]
-    names = {sibling.name for sibling in siblings}
-    close_names = difflib.get_close_matches(path.resolve().name, names, cutoff=0.65)
-    for name in (*close_names, path.stem):
-        candidates += [sibling for sibling in siblings if sibling.name == name]
-    wanted = (each for each in candidates if each.resolve() != path.resolve())
-    return next((each for each in wanted if any(each.glob(pattern))), None)
+    name = path.resolve().stem
+    relatives = [*path.parents[:2], *sorted(path.glob("*"))]
+    pairs = [(each.name, each) for each in (*path.parent.glob("*"), *folder.glob("*"))]
+    pairs += [(name, each) for each in reversed(relatives)]  # the last of a name is proposed
+    candidates = ((key, each) for key, each in pairs if each.resolve() != path.resolve())
+    proposals = {key: each for key, each in candidates if any(each.glob(pattern))}
+    return did_you_mean(name, proposals, advice)
 
 
 def sha256(path: Path) -> str:

@@ -2,14 +2,13 @@
 
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import io
 import json
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
@@ -18,7 +17,7 @@ import tyro
 from tyro import conf
 
 from engine.core.cli import MAX_MESSAGE_CHARS, escape_controls
-from engine.core.errors import UserError, wrap_library_errors
+from engine.core.errors import UserError, did_you_mean, wrap_library_errors
 from engine.core.files import read_input
 from engine.core.values import check_ranges, convert, field_values, iterate_hints
 
@@ -118,13 +117,27 @@ def explain_mistake(cls: Any, box: str) -> str:
 def propose_name(name: str, names: Collection[str], prefix: str = "") -> str:
     """Return the sentence that names the setting that a wrong name may mean."""
     name = name.strip("-").replace("-", "_").lower()
-    matches = [ours for ours in OTHER_NAMES if name in OTHER_NAMES[ours].split() and ours in names]
-    matches = matches or [ours for ours in names if ours.startswith(name) and len(name) > 2][:1]
-    matches = matches or difflib.get_close_matches(name, names, 1)
-    if not matches:
-        return "See --help for all settings."
-    flags = [f"--{ours.replace('_', '-')}" if prefix else ours for ours in matches]
-    return f"Did you mean {' or '.join(flags)}?"
+    proposals = {ours: f"--{ours.replace('_', '-')}" if prefix else ours for ours in names}
+    matches = [each for each in OTHER_NAMES if name in OTHER_NAMES[each].split()]
+    matches = [each for each in matches if each in proposals]
+    if matches:
+        proposals[name] = " or ".join(map(proposals.__getitem__, matches))
+    return did_you_mean(name, proposals, "See --help for all settings.")
+
+
+def check_flags(rules: Iterable[tuple[str, Any, Any, str]]) -> None:
+    """Raise UserError for the first flag that is set, and lacks what it needs.
+
+    A rule is (flag, whether it is set, whether the need is met, what it needs).
+    """
+    for flag, is_set, is_met, need in rules:
+        if is_set and not is_met:
+            raise UserError(f"{flag}: needs {need}. Leave it out, or give that.")
+
+
+def unescape(text: str | None) -> str:
+    """Return a text of the command line, in which \\n and \\t are escapes; \\r is left out."""
+    return (text or "").replace("\\r", "").replace("\\n", "\n").replace("\\t", "\t")
 
 
 def flatten(config: Any) -> dict[str, Any]:

@@ -2,35 +2,35 @@
 
 import contextlib
 import hashlib
-import io
 import itertools
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from engine.core import files
-from engine.core.cli import count_noun, shell_command
+from engine.core.cli import shell_command
 from engine.core.errors import UserError
 from engine.core.values import convert
 from engine.data.chats.chat import count_targets
-from engine.data.split import EXAMPLES_DTYPE, Examples, ShardedTokens, Split
+from engine.data.shards.shard_file import open_shards
+from engine.data.split import EXAMPLES_DTYPE, Examples, Split
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 SPLIT_NAMES = ("train", "val")
-MIN_VAL_DOCUMENTS = 6  # with fewer different ones, a validation loss says little
 LENGTHS_DTYPE = "uint32"
-SHARD_HEADER_BYTES = 128  # NumPy's header with room for an array of any length
 MAX_LISTED_SOURCES = 10_000  # in a split; with more, none are listed
+MAX_REMOVED_FRACTION = 0.1  # of the examples, as they are longer than the context
 VERSION_FILE = "prepared_from.json"  # holds Corpus.version
 DATASET_FILE_PATTERN = re.compile(
-    r"(manifest|tokenizer|verified|prepared_from|yardsticks|\.yardsticks)\.json(\.partial)?"
-    r"|(train|val)(-lengths)?-[0-9]{5,}(-[0-9]+)?\.npy"  # earlier: several of a unit
+    r"(manifest|tokenizer|verified|prepared_from)\.json|(train|val)(-lengths)?-[0-9]{5,}\.npy"
 )
 
 
@@ -50,14 +50,76 @@ def dataset_name(first_input: str) -> str:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A folder made by ``prepare.py``: two splits of text or of examples, and their tokenizer."""
+    """Two splits of text or of examples, and their tokenizer: a folder, or a mixture of several.
+
+    A mixture has the path, the tokenizer and the validation split of the first: see open_mixture.
+    """
 
     path: Path
-    manifest: dict[str, Any]
+    manifest: dict[str, Any]  # of a mixture, the first with only the sum of training documents
     tokenizer: Tokenizer
     train: Split
     val: Split
-    sha256: str  # of the manifest as it was opened
+    sha256: str  # of the manifest; of a mixture, of those of the datasets
+    mixed: tuple["Dataset", ...] = ()  # of a mixture
+    weights: tuple[float, ...] = (1.0,)  # fraction of the sequences from each; they sum to 1
+
+    @property
+    def datasets(self) -> tuple["Dataset", ...]:
+        """The datasets of a mixture, or this one."""
+        return self.mixed or (self,)
+
+    @property
+    def splits(self) -> list[Split]:
+        """The training and validation splits of all datasets."""
+        return [split for dataset in self.datasets for split in (dataset.train, dataset.val)]
+
+    @property
+    def names(self) -> list[str]:
+        """The datasets' names in records: the folders' names, numbered if not unique."""
+        names: list[str] = []
+        for dataset in self.datasets:
+            folder = dataset.path.absolute().name
+            candidates = [folder, *(f"{folder}-{n}" for n in range(2, len(self.datasets) + 1))]
+            names.append(next(name for name in candidates if name not in names))
+        return names
+
+    @property
+    def learns_chats(self) -> bool:
+        """Whether the examples are chats."""
+        return self.manifest["origin"].get("examples") == "chats"
+
+    @property
+    def document_start(self) -> int | None:
+        """The id at which a document starts: its first, or the end of the one before."""
+        return [*self.tokenizer.text_start, self.tokenizer.end_of_text_id][0]
+
+    @property
+    def longest_example(self) -> int:
+        """The tokens of the longest example; 0 for text."""
+        return max(self.train.longest_example, self.val.longest_example)
+
+    @property
+    def epoch_tokens(self) -> list[float]:
+        """For each dataset, the tokens of the mixture in one epoch of the dataset."""
+        pairs = zip(self.datasets, self.weights, strict=True)
+        return [len(dataset.train) / weight for dataset, weight in pairs]
+
+    @property
+    def num_removed(self) -> int:
+        """The number of examples that drop_long_examples removed."""
+        return self.train.num_removed + self.val.num_removed
+
+    @property
+    def lacks_examples(self) -> bool:
+        """Whether drop_long_examples removed all of a split, or too many in all."""
+        num_kept = [self.train.num_examples, self.val.num_examples]
+        limit = MAX_REMOVED_FRACTION * (sum(num_kept) + self.num_removed)
+        return self.num_removed > limit or (self.num_removed > 0 and 0 in num_kept)
+
+    def row_length(self, context_length: int) -> int:
+        """Return the most inputs of a row: examples are not padded to the context."""
+        return int(min(context_length, (self.longest_example or math.inf) - 1))
 
     def bytes_per_token(self, split: str) -> float:
         """Return the mean UTF-8 bytes of text of one token; of examples, of one target."""
@@ -76,49 +138,75 @@ class Dataset:
             splits = {**splits, "val": {**splits["val"], **counted}}
         return replace(self, train=train, val=val, manifest={**self.manifest, "splits": splits})
 
-    def find_val_problems(self) -> list[str]:
-        """Return a sentence for each problem that makes the validation loss meaningless."""
-        statistics = self.manifest["statistics"]
-        num_val = self.manifest["splits"]["val"]["documents"]
-        problems = []
-        if statistics["val_copies"]:
-            percent = f"{statistics['val_copies'] / max(1, num_val):.0%}"
-            problems.append(f"{percent} of the validation documents are copies of training ones.")
-        if statistics["val_distinct"] < min(MIN_VAL_DOCUMENTS, num_val):
-            texts = count_noun(statistics["val_distinct"], "different text")
-            problems.append(f"The {num_val} validation documents have only {texts}.")
-        origin = self.manifest["origin"]
-        expected = round(origin["val_fraction"] * statistics["documents"])
-        limit = max(3 * expected**0.5, expected / 4)
-        if "examples" in origin and abs(num_val - expected) > limit > 0:
-            problems.append(f"{num_val:,} examples validate, not {expected:,}: many begin alike.")
-        return problems
+    def check_length(self, context_length: int) -> None:
+        """Raise UserError if a split of text is shorter than one window."""
+        for dataset in self.datasets:
+            for name in SPLIT_NAMES:
+                split: Split = getattr(dataset, name)
+                if not split.num_examples and len(split) <= context_length:
+                    size = f"the {len(split)} tokens of the {name} split of {dataset.path}"
+                    problem = f"must be less than {size} (got {context_length})"
+                    advice = "Lower it, or prepare more text or with another --val-fraction"
+                    raise UserError(f"--context-length: {problem}. {advice}.")
+
+    def tokenizer_error(self, path: Path) -> UserError:
+        """Return the error that the tokenizer is not that of another dataset, or of a model."""
+        options = ("--out", self.path, "--force", "--tokenizer", path)
+        command = shell_command("python", "prepare.py", "INPUT", *options)
+        problem = f"its tokenizer is not that of {path}"
+        return UserError(f"{self.path}: {problem}. Prepare it with: {command}")
+
+    def describe(self) -> str:
+        """Return a line for each dataset: its tokens, and its weight if there are several."""
+        lines = []
+        for dataset, weight in zip(self.datasets, self.weights, strict=True):
+            percent = f"{100 * weight:.3g}% " if self.mixed else ""
+            train = f"{len(dataset.train):,} tokens to train on"
+            lines.append(f"{percent}{dataset.path}: {train}, {len(dataset.val):,} to validate")
+        return "\n       ".join(lines)
+
+    def mean(self, values: Iterable[float]) -> float:
+        """Return the weighted mean of one value for each dataset."""
+        return sum(value * weight for value, weight in zip(values, self.weights, strict=True))
+
+    def evaluation_record(self, losses: Sequence[float]) -> dict[str, float]:
+        """Return the metrics of an evaluation, given each dataset's loss in nats per token."""
+        mean_loss = self.mean(losses)
+        bytes_per_token = [dataset.bytes_per_token("val") for dataset in self.datasets]
+        record = {
+            "val_loss": mean_loss,
+            "val_bits_per_byte": mean_loss / math.log(2) / self.mean(bytes_per_token),
+            "val_perplexity": math.exp(min(mean_loss, 700)),  # exp(710) overflows
+        }
+        if self.mixed:
+            for name, loss, num_bytes in zip(self.names, losses, bytes_per_token, strict=True):
+                record[f"val_loss/{name}"] = loss
+                record[f"val_bits_per_byte/{name}"] = loss / math.log(2) / num_bytes
+        return record
 
 
 def open_dataset(path: Path) -> Dataset:
     """Map a dataset into memory. Raises UserError if it is missing, corrupted or unsupported."""
     if not (path / "manifest.json").is_file():
-        similar = files.find_similar(path, Path("data"), "*.npy")
         is_input = path.exists() and not (path / "checkpoints").exists()
         options = () if path.exists() else ("--out", path)
         command = shell_command("python", "prepare.py", path if is_input else "INPUT", *options)
-        advice = f"Did you mean {similar}?" if similar else f"Make it with: {command}"
+        advice = files.propose_path(path, Path("data"), "*.npy", f"Make it with: {command}")
         raise UserError(f"{path}: is not a dataset. {advice}")
-    content = (path / "manifest.json").read_bytes()
     try:
-        manifest = files.parse_json(content, path / "manifest.json")
-        version = manifest.get("format") if isinstance(manifest, dict) else None
-        if version != FORMAT_VERSION:
+        manifest = convert(files.read_json(path / "manifest.json"), dict, "manifest.json")
+        if manifest.get("format") != FORMAT_VERSION:
+            version = manifest.get("format")
             raise UserError(f"its format must be {FORMAT_VERSION} (got {version})")
         if manifest.get("sha256") != hash_manifest(manifest):
             raise UserError("manifest.json: SHA-256 mismatch")
-        if files.sha256(path / "tokenizer.json") != manifest["tokenizer"].get("sha256"):
+        if files.sha256(path / "tokenizer.json") != manifest["tokenizer"]["sha256"]:
             raise UserError("tokenizer.json is not the one that encoded the text")
-        splits = {split: _open_split(path, manifest, split) for split in SPLIT_NAMES}
+        train, val = (_open_split(path, manifest, split) for split in SPLIT_NAMES)
         tokenizer = load_tokenizer(path / "tokenizer.json")
     except (OSError, UserError) as error:
         raise _dataset_error(path, error) from None
-    return Dataset(path, manifest, tokenizer, **splits, sha256=hashlib.sha256(content).hexdigest())
+    return Dataset(path, manifest, tokenizer, train, val, manifest["sha256"])
 
 
 def is_usable(path: Path) -> bool:
@@ -132,38 +220,13 @@ def is_usable(path: Path) -> bool:
 def _open_split(path: Path, manifest: dict[str, Any], split: str) -> Split:
     """Map a split into memory. Raises UserError or OSError unless it matches the manifest."""
     counts = manifest["splits"][split]
-    tokens = _open_shards(path, counts["shards"], manifest["dtype"])
+    tokens = open_shards(path, counts["shards"], manifest["dtype"])
     if manifest["dtype"] != EXAMPLES_DTYPE:
         return Split(tokens)
-    lengths = _open_shards(path, counts.get("lengths", []), LENGTHS_DTYPE)[:].astype(np.int64)
-    is_valid = len(lengths) == counts["documents"] and lengths.sum() == len(tokens)
-    if not is_valid or not lengths.all() or not counts.get("targets"):
+    lengths = open_shards(path, counts.get("lengths", []), LENGTHS_DTYPE)[:].astype(np.int64)
+    if lengths.sum() != len(tokens) or not lengths.all() or not counts.get("targets"):
         raise UserError(f"the lengths of the examples of its {split} split are wrong")
     return Examples(tokens, np.cumsum(lengths) - lengths, lengths)
-
-
-def _open_shards(folder: Path, shards: list[dict[str, Any]], dtype: str) -> ShardedTokens:
-    """Map shards into memory. Raises UserError or OSError unless they match the manifest."""
-    arrays = []
-    for shard in shards:
-        path = files.safe_child_path(folder, shard["file"])
-        header = make_shard_header(np.dtype(dtype), shard["tokens"])
-        num_bytes = len(header) + shard["tokens"] * np.dtype(dtype).itemsize
-        with open(path, "rb") as file:  # NumPy's parser of headers may raise anything
-            files.check_pointer(file.peek(), path)
-            if file.read(len(header)) != header or path.stat().st_size != num_bytes:
-                raise UserError(f"{path.name} is not a shard of {shard['tokens']} {dtype}")
-        arrays.append(np.load(path, mmap_mode="r"))
-    return ShardedTokens(arrays)
-
-
-def make_shard_header(dtype: np.dtype, num_tokens: int) -> bytes:
-    """Return NumPy's header of a shard, which np.save() writes too."""
-    descr = np.lib.format.dtype_to_descr(dtype)
-    header = {"descr": descr, "fortran_order": False, "shape": (num_tokens,)}
-    file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, header)
-    return file.getvalue()
 
 
 def _dataset_error(path: Path, problem: object) -> UserError:
@@ -180,13 +243,9 @@ def list_shards(manifest: dict[str, Any]) -> dict[str, str]:
 
 def merge_sources(sources: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add up the tokens of neighbors, {source, tokens} each, that are of one source."""
-    merged: list[dict[str, Any]] = []
-    for entry in sources:
-        if merged and merged[-1]["source"] == entry["source"]:
-            merged[-1]["tokens"] += entry["tokens"]
-        elif entry["tokens"]:
-            merged.append({**entry})
-    return merged
+    tokens = itemgetter("tokens")
+    groups = itertools.groupby(filter(tokens, sources), itemgetter("source"))
+    return [{"source": source, "tokens": sum(map(tokens, group))} for source, group in groups]
 
 
 def add_up(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -203,9 +262,13 @@ def add_up(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def verify_dataset(dataset: Dataset, force: bool) -> None:
     """Check the hash of every shard, and that every token id is in the vocabulary.
 
-    Unless ``force``, files that are unchanged since the last check, by verified.json, are skipped.
-    Raises UserError for a corrupted shard.
+    Of a mixture, each dataset is verified. Unless ``force``, files that are unchanged since the
+    last check, by verified.json, are skipped. Raises UserError for a corrupted shard.
     """
+    if dataset.mixed:
+        for mixed in dataset.mixed:
+            verify_dataset(mixed, force)
+        return
     record = dataset.path / "verified.json"
     hashes = list_shards(dataset.manifest)
     stats = [(dataset.path / name).stat() for name in ("manifest.json", *hashes)]
@@ -237,59 +300,26 @@ def is_up_to_date(
     names = sorted(path.name for path in out.glob("*"))
     if not names and not out.is_file():
         return False
-    if not {"manifest.json", "tokenizer.json"} <= {*names}:
-        raise UserError(f"--out: {out} exists and is not a dataset. Choose another folder.")
     foreign_names = [name for name in names if not DATASET_FILE_PATTERN.fullmatch(name)]
-    if foreign_names:
-        advice = "Move it, or choose another --out"
-        raise UserError(f"{out}: contains {foreign_names[0]}, not a file of a dataset. {advice}.")
+    if foreign_names or not {"manifest.json", "tokenizer.json"} <= {*names}:
+        contents = [*foreign_names, *names, "not a folder"][0]
+        problem = f"must be a new folder, or a dataset alone (got {out}: {contents})"
+        raise UserError(f"--out: {problem}. Choose another.")
     if force:
         return False
     try:
-        manifest = convert(files.read_json(out / "manifest.json"), dict, "manifest")
-        old = convert(manifest.get("origin"), dict, "origin")
-    except (OSError, UserError):
-        raise UserError(f"{out}: manifest.json is corrupted. Use --force to replace it.") from None
-    content = old.pop("content", None)
+        manifest = convert(files.read_json(out / "manifest.json"), dict, "manifest.json")
+        old = {"content": None, **convert(manifest.get("origin"), dict, "origin")}
+    except (OSError, UserError) as error:
+        raise _dataset_error(out, error) from None
+    content = old.pop("content")
     changed = {key for key in old.keys() | origin.keys() if old.get(key) != origin.get(key)}
-    settings = sorted(changed - {"split", "separator"})  # these two depend on the text
-    differences = [f"{key} {old.get(key)}" for key in settings]
-    is_same_version = False
+    is_same_text = False
     with contextlib.suppress(OSError, UserError):
-        is_same_version = files.read_json(out / VERSION_FILE) == version
-    if not settings and (changed or not (is_same_version or hash_content() == content)):
-        differences = ["other text"]
-    if differences:
-        advice = "Use --force to replace it (docs/data.md: My text has grown), or another --out"
-        raise UserError(f"{out}: was made with {', '.join(differences)}. {advice}.")
-    return is_usable(out)
-
-
-class ShardWriter:
-    """Writes a shard piece by piece: a one-dimensional array, as NumPy saves it."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.num_tokens = 0
-        self.file = io.BufferedWriter(files.NamedFile(path, "wb"))
-        self.file.seek(SHARD_HEADER_BYTES)
-
-    def write(self, values: np.ndarray) -> None:
-        """Append values, ids or lengths (N,), whose dtype must not change between calls."""
-        self.file.write(values.data)
-        self.dtype = values.dtype
-        self.num_tokens += len(values)
-
-    def close(self) -> list[dict[str, Any]]:
-        """Complete the file, and return its entry in the manifest; an empty file is removed."""
-        if not self.num_tokens:
-            self.file.close()
-            self.path.unlink()
-            return []
-        self.file.seek(0)
-        self.file.write(make_shard_header(self.dtype, self.num_tokens))
-        assert self.file.tell() == SHARD_HEADER_BYTES
-        self.file.close()
-        files.fsync(self.path)
-        name = self.path.name
-        return [{"file": name, "tokens": self.num_tokens, "sha256": files.sha256(self.path)}]
+        is_same_text = files.read_json(out / VERSION_FILE) == version
+    if not changed and (is_same_text or hash_content() == content):
+        return is_usable(out)
+    settings = sorted(changed - {"split", "separator"})  # these two depend on the text
+    difference = ", ".join(f"{key} {old.get(key)}" for key in settings) or "other text"
+    advice = "Use --force to replace it (docs/data.md: My text has grown), or another --out"
+    raise UserError(f"{out}: was made with {difference}. {advice}.")

@@ -65,7 +65,7 @@ def windows_per_epoch(num_tokens: int, context_length: int) -> int:
     Their stride is context_length. Short texts have enough windows to cover all tokens at any
     offset. Long texts have one less than fits, so that any offset fits.
     """
-    assert num_tokens > context_length, "see Mixture.check_length"
+    assert num_tokens > context_length, "see Dataset.check_length"
     if is_short_text(num_tokens, context_length):
         return (num_tokens - 3) // context_length + 2
     return (num_tokens - 1) // context_length - 1
@@ -162,20 +162,18 @@ def assign_to_texts(
     floor(n * weight). The other sequences are renumbered from 0 and assigned in the same way. So
     each text has its fraction of the first n sequences, up to a few, at consecutive indices.
     """
-
-    def scale(n: np.ndarray, weight: np.uint64) -> np.ndarray:
-        """Compute floor(n * weight / FIXED_POINT_ONE) in halves that fit into 64 bits."""
-        low = n & np.uint64(FIXED_POINT_ONE - 1)
-        return (n >> np.uint64(32)) * weight + (low * weight >> np.uint64(32))
-
-    text_index = np.full(len(sequence_index), len(weights) - 1)
-    index = sequence_index.copy()
-    unassigned = np.ones(len(sequence_index), bool)
-    for number in range(len(weights) - 1):
-        weight = np.uint64(round(FIXED_POINT_ONE * weights[number] / sum(weights[number:])))
-        before = scale(index, weight)
-        assigned = unassigned & (scale(index + np.uint64(1), weight) > before)
-        text_index[assigned] = number
-        unassigned &= ~assigned
-        index = np.where(assigned, before, np.where(unassigned, index - before, index))
-    return text_index, index
+    last = len(weights) - 1
+    fixed = [round(FIXED_POINT_ONE * weights[i] / sum(weights[i:])) for i in range(last)]
+    pairs = []
+    for n in sequence_index.tolist():  # Python's integers do not overflow
+        number = last
+        for candidate, weight in enumerate(fixed):
+            before = n * weight // FIXED_POINT_ONE
+            if (n + 1) * weight // FIXED_POINT_ONE > before:
+                number = candidate
+                n = before
+                break
+            n -= before
+        pairs.append((number, n))
+    text_index, index = np.array(pairs, np.uint64).reshape(-1, 2).T
+    return text_index.astype(np.int64), index

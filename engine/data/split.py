@@ -5,13 +5,13 @@ The rows are a pure function of (split, seed, t). In a row a token that is not a
 
 import functools
 import itertools
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from engine.data import order
+from engine.data.shards.shard_file import ShardedTokens
 
 EXAMPLES_DTYPE = "int32"  # of token shards of examples: ~id is negative
 PADDING_TOKEN = ~0  # token 0, not a target
@@ -38,26 +38,6 @@ def padded_length(num_tokens: int, context_length: int) -> int:
     """Return the padded length of a batch's inputs, from the size of its longest example."""
     assert num_tokens <= context_length + 1, "see drop_long_examples"
     return min(-(-max(1, num_tokens - 1) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, context_length)
-
-
-class ShardedTokens:
-    """Several arrays, read as one by slices."""
-
-    def __init__(self, arrays: Sequence[np.ndarray]):
-        self.arrays = arrays
-        self.starts = np.cumsum([0] + [len(array) for array in arrays]).tolist()
-
-    def __len__(self) -> int:
-        return self.starts[-1]
-
-    def __getitem__(self, span: slice) -> np.ndarray:
-        start, stop, _ = span.indices(len(self))
-        touched = slice(bisect_right(self.starts, start) - 1, bisect_left(self.starts, stop))
-        arrays = zip(self.arrays[touched], self.starts[touched], strict=True)
-        slices = [array[max(0, start - offset) : stop - offset] for array, offset in arrays]
-        if len(slices) == 1:
-            return slices[0]
-        return np.concatenate(slices or [np.empty(0, np.uint16)])
 
 
 Tokens = np.ndarray | ShardedTokens  # token ids (N,)

@@ -1,7 +1,7 @@
 """tokenizer.json ↔ token ids.
 
-Every tokenizer is a file in Hugging Face's format. NumPy runs characters and bytes, tiktoken a
-byte-level BPE for which it returns the same ids, and ``tokenizers`` every other file.
+Every tokenizer is a file in Hugging Face's format. NumPy runs characters and bytes, splintr a
+byte-level BPE, and ``tokenizers`` every other file.
 """
 
 import contextlib
@@ -13,19 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 import tokenizers
 from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
-from tokenizers.normalizers import NFC
 
 from engine.core.errors import UserError, wrap_library_errors
-from engine.core.files import read_json
+from engine.core.files import check_pointer
 from engine.data import tokenizer_json
+from engine.data.splintr_runner import MAX_SLOW_CHARACTERS, EncodeBatch, load_encoder
 from engine.data.tokenizer_config import text_start_of, with_model_files
 from engine.data.tokenizer_json import END_OF_TEXT, EXTENSION_KEY, Document, with_extension
 
-PROBE_TEXT = "A word, 12 e\u0301\n"  # finds tokenizers that panic, or lose text
-MAX_LISTED_CHARACTERS = 100  # of a vocabulary, in a message
 TokenIds = Sequence[int] | np.ndarray
 
 
@@ -85,11 +82,20 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Return token ids, uint32 (N,). Raises UserError for text that cannot be encoded."""
-        # Half of a character, or words that tiktoken's regex engine cannot find.
+        return self.encode_batch([text])[0]
+
+    def load_runner(self) -> None:
+        """Load the library that encodes many texts, before threads do; ids stay the same."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the token ids of each text: see :meth:`encode`."""
+        # Half of a character, or words that a regex engine cannot find.
         problem = f"the {self.kind} tokenizer cannot encode the text"
-        advice = ". Correct it, or use another tokenizer."
-        with wrap_library_errors(problem, ValueError, advice=advice):
-            return self._encode(text)
+        with wrap_library_errors(problem, ValueError, advice=". Fix it or use another tokenizer."):
+            return self._encode_batch(texts)
+
+    def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self._encode(text) for text in texts]
 
     def _encode(self, text: str) -> np.ndarray:
         raise NotImplementedError
@@ -166,10 +172,8 @@ class CharTokenizer(Tokenizer):
         ids = self.ids[np.minimum(code_points, len(self.ids) - 1)]
         if (ids < 0).any():
             character = text[int(np.argmax(ids < 0))]
-            problem = f"the vocabulary lacks {character!r} (U+{ord(character):04X})"
-            listed = self.characters[:MAX_LISTED_CHARACTERS]
-            fix = f"Use its {len(self.characters):,} characters, such as {listed!r}."
-            raise UserError(f"{problem}. {fix}")
+            name = f"{character!r} (U+{ord(character):04X})"
+            raise UserError(f"the vocabulary lacks {name}. Use another tokenizer.")
         return ids.astype(np.uint32)
 
 
@@ -185,31 +189,6 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
 
 
-class BPETokenizer(Tokenizer):
-    """Byte-level byte-pair encoding, run by tiktoken (Sennrich et al. 2016)."""
-
-    def __init__(self, document: Document, vocab: dict[str, int], pattern: str):
-        """Run a document by its :func:`tiktoken_form`, ``vocab`` and ``pattern``."""
-        super().__init__(document)
-        self.pattern = pattern
-        self.text_ids = {*vocab.values()}
-        self.normalize = NFC().normalize_str if document.get("normalizer") else str
-        ranks = {tokenizer_json.from_byte_level(token): number for token, number in vocab.items()}
-        self.encoding = tiktoken.Encoding(
-            self.kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens
-        )
-        # If the first calls come from two threads, every later call takes twice as long.
-        if self.encoding.decode(self.encoding.encode_ordinary(PROBE_TEXT)) != PROBE_TEXT:
-            raise UserError("its pattern does not match all text")
-
-    def _encode(self, text: str) -> np.ndarray:
-        # An array instead of a list, so that threads run in parallel.
-        return self.encoding.encode_to_numpy(self.normalize(text), disallowed_special=())
-
-    def decode_bytes(self, ids: TokenIds) -> bytes:
-        return self.encoding.decode_bytes(ids)  # type: ignore[arg-type]
-
-
 class HuggingFaceTokenizer(Tokenizer):
     """Any tokenizer.json, run by ``tokenizers``: SentencePiece-like BPE and Unigram, WordPiece."""
 
@@ -220,16 +199,14 @@ class HuggingFaceTokenizer(Tokenizer):
         content = json.dumps(tokenizer_json.without_special(document))
         with wrap_library_errors("tokenizers cannot read it", Exception):
             self.runner = tokenizers.Tokenizer.from_str(content)
-        with contextlib.suppress(Exception):  # of a vocabulary without characters of the probe
-            self.runner.encode(PROBE_TEXT)
         self.runner.encode_special_tokens = True  # special tokens in text are ordinary text
         words = json.dumps(document.get("pre_tokenizer"))
         self.is_space_first_only = '"prepend_scheme": "first"' in words
-        self.context: list[int] = []  # an id to decode others after, see _bytes_of
+        letter: list[int] = []
         with contextlib.suppress(UserError):  # of a vocabulary without the letter
             letter = self.encode("a").tolist()
-            self.context = letter[-1:]
-            self.adds_leading_space = self.decode_bytes(letter).startswith(b" ")
+        self.context = letter[-1:]  # an id to decode others after, see _bytes_of
+        self.adds_leading_space = self.decode_bytes(letter).startswith(b" ")
 
     @functools.cached_property
     def without_space(self) -> Tokenizer:
@@ -242,13 +219,11 @@ class HuggingFaceTokenizer(Tokenizer):
             ids = self.runner.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except Exception as error:  # tokenizers has no class of its own
             raise ValueError(error) from None
-        if tokenizer_json.HIDDEN_PREFIX in text and not {*ids} <= self.text_ids:
-            raise UserError("the text has U+10FFFF before the name of a special token. Remove it.")
         return np.array(ids, np.uint32)
 
     def decode_bytes(self, ids: TokenIds) -> bytes:
-        for number in {*map(int, ids)} - self.bytes_of_id.keys():
-            self.bytes_of_id[number] = self._bytes_of(number)
+        new = [number for number in map(int, ids) if number not in self.bytes_of_id]
+        self.bytes_of_id.update((number, self._bytes_of(number)) for number in new)
         return super().decode_bytes(ids)
 
     def _bytes_of(self, number: int) -> bytes:
@@ -266,20 +241,69 @@ class HuggingFaceTokenizer(Tokenizer):
         return both[len(before) :].encode()
 
 
+class BPETokenizer(HuggingFaceTokenizer):
+    """Byte-level byte-pair encoding (Sennrich et al. 2016). After a few texts, splintr runs it.
+
+    It is loaded late, because it takes longer to start than ``tokenizers``.
+    """
+
+    num_characters = 0  # encoded so far
+
+    def __init__(self, document: Document):
+        super().__init__(document)
+        is_known = tokenizer_json.pattern_of(document) in tokenizer_json.SPLIT_PATTERNS.values()
+        self.can_encode_pieces = is_known or self.kind in ENCODING_CONSTRUCTORS
+        vocab = tokenizer_json.text_vocab(document)
+        for token, number in vocab.items():
+            self.bytes_of_id[number] = tokenizer_json.from_byte_level(token)
+        merges = map("".join, document["model"]["merges"])
+        tokens = dict.fromkeys(merge.replace(" ", "") for merge in merges)
+        self.merged_ids = [vocab[token] for token in tokens]  # in order of the merges
+        if not document["model"].get("ignore_merges"):  # then no merge makes the other tokens
+            byte_ids = map(vocab.__getitem__, tokenizer_json.BYTE_OF_CHARACTER)
+            self.text_ids = {*byte_ids, *self.merged_ids}
+
+    @functools.cached_property
+    def pattern(self) -> str | None:
+        """The regex that finds words; None for other words, or merges unlike splintr's."""
+        return tokenizer_json.pattern_of(self.document) if self.encode_fast else None
+
+    @functools.cached_property
+    def encode_fast(self) -> EncodeBatch | None:
+        """splintr's function; None if it is slow, or its ids are not those of ``tokenizers``."""
+        model = self.document["model"]
+        reference: HuggingFaceTokenizer = self
+        if model.get("ignore_merges"):  # which hides merges of words that are tokens
+            without_words = {"model": model | {"ignore_merges": False}}
+            reference = HuggingFaceTokenizer(self.document | without_words)
+        tokens = [self.bytes_of_id[number] for number in self.text_ids]
+        text = b"\n".join(tokens).decode(errors="replace")
+        return load_encoder(self.document, text, HuggingFaceTokenizer._encode(reference, text))
+
+    def load_runner(self) -> None:
+        self.num_characters = MAX_SLOW_CHARACTERS
+        self.encode("a")
+
+    def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        self.num_characters += sum(map(len, texts))
+        encode = self.encode_fast if self.num_characters > MAX_SLOW_CHARACTERS else None
+        return encode(texts) if encode else super()._encode_batch(texts)
+
+
 def from_document(document: Document) -> Tokenizer:
     """Return the tokenizer of a checked document. Raises UserError if it cannot be used."""
     special = tokenizer_json.special_tokens_of(document)
     characters = "".join(tokenizer_json.text_vocab(document))
-    keys = ("end_of_text", *tokenizer_json.KEYS_WITHOUT_IDS)
-    plain = with_extension(document, **dict.fromkeys(keys))
+    unset = dict.fromkeys(tokenizer_json.KEYS_WITHOUT_IDS)
+    plain = with_extension(document, end_of_text=None, **unset)
     is_char = document["model"].get("type") == "WordLevel"
     tokenizer: Tokenizer
     if is_char and plain == tokenizer_json.char_document(characters, special):
         tokenizer = CharTokenizer(characters, document)
     elif plain == tokenizer_json.byte_document(special):
         tokenizer = ByteTokenizer(document)
-    elif form := tokenizer_json.tiktoken_form(document):
-        tokenizer = BPETokenizer(document, *form)
+    elif tokenizer_json.is_byte_level(document):
+        tokenizer = BPETokenizer(document)
     else:
         tokenizer = HuggingFaceTokenizer(document)
     can_lack_end = tokenizer.kind == "char" and tokenizer.end_of_text_name == END_OF_TEXT
@@ -293,11 +317,12 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
     Raises UserError if a file is corrupted or unsupported.
     """
-    document = read_json(path)
-    problem = f"{path}: corrupted or unsupported tokenizer"
-    advice = ". Choose another tokenizer, or prepare again."
-    wrap_panics = wrap_library_errors("it makes a library panic")
-    with wrap_library_errors(problem, UserError, advice=advice), wrap_panics:
+    content = path.read_bytes()
+    check_pointer(content, path)
+    problem = f"{path}: is not a usable tokenizer.json"
+    with wrap_library_errors(problem, UserError, advice=". Choose another, or prepare again."):
+        with wrap_library_errors("it is not JSON", ValueError, RecursionError):
+            document = json.loads(content)
         tokenizer_json.check_document(document)
         tokenizer = from_document(with_model_files(document, path.parent))
     tokenizer.folder = path.parent

@@ -1,4 +1,4 @@
-"""Hugging Face's tokenizer.json as parsed JSON: build it, check it, convert it for tiktoken.
+"""Hugging Face's tokenizer.json as parsed JSON: build it, check it, say what can run it.
 
 ``tokenizers`` ignores unknown keys in ``model``. ``model.gpt_trainer`` holds what the format lacks:
 ``end_of_text`` (the special token that ends a document), ``name``, ``chat_template``,
@@ -8,13 +8,13 @@ besides the end of text, with spaces between them), and ``prompt_suffix`` (of ex
 
 import json
 import re
+import secrets
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
 import tokenizers
 from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
-from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from engine.core.errors import UserError, wrap_library_errors
@@ -30,8 +30,7 @@ CHAT_KEYS = ("chat_template", "other_templates")  # of the extension
 # Of the extension: ids do not depend on them.
 KEYS_WITHOUT_IDS = ("name", *CHAT_KEYS, "bos_token", "stop_token_ids", "prompt_suffix")
 MAX_VOCAB_SIZE = 2**24
-# A noncharacter before the names of special tokens: see without_special.
-HIDDEN_PREFIX = "\U0010ffff"
+HIDDEN_PREFIX = secrets.token_hex()  # before names of special tokens: no text can have it
 
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3_PATTERN = (
@@ -45,6 +44,9 @@ SPLIT_PATTERNS = {
     "qwen2": _LLAMA3_PATTERN.replace("{1,3}", ""),
     "smollm": _GPT2_PATTERN.replace(r" ?\p{N}+", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])"),
 }
+# Encoding of tiktoken → its pattern, which tiktoken now spells for its own regex engine.
+GPT2_ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "p50k_edit")
+TIKTOKEN_PATTERNS = {"cl100k_base": "llama3", **dict.fromkeys(GPT2_ENCODINGS, "gpt2")}
 # GPT-2's character for each byte: the byte's own if it is printable, else the next from U+0100.
 _ALPHABET_CHARACTERS = sorted(ByteLevel.alphabet())
 _ALPHABET_BYTES = sorted(range(256), key=lambda byte: chr(byte) not in _ALPHABET_CHARACTERS)
@@ -63,18 +65,22 @@ def to_byte_level(token: bytes) -> str:
 
 
 def split_by(pattern: str) -> dict[str, Any]:
-    """Return the pre-tokenizer whose words are the matches of tiktoken's pattern."""
-    regex = re.sub(r"(\{[0-9,]+\})\+", r"\1", pattern)  # `tokenizers` reads {1,3}+ as a repetition
-    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    """Return the pre-tokenizer whose words are the matches of a pattern."""
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-BYTE_LEVEL_WORDS = {
-    "type": "ByteLevel",
-    "add_prefix_space": False,
-    "trim_offsets": True,
-    "use_regex": True,
+_BYTE_LEVEL_STEP = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+BYTE_LEVEL_WORDS = _BYTE_LEVEL_STEP | {"use_regex": True}
+BYTE_LEVEL = _BYTE_LEVEL_STEP | {"use_regex": False}
+EACH_DIGIT = {"type": "Digits", "individual_digits": True}
+# Pattern → how its models spell it, which more programs read than the regex.
+KNOWN_STEPS = {
+    SPLIT_PATTERNS["gpt2"]: [BYTE_LEVEL_WORDS],
+    SPLIT_PATTERNS["smollm"]: [EACH_DIGIT, BYTE_LEVEL_WORDS],
 }
-BYTE_LEVEL = BYTE_LEVEL_WORDS | {"use_regex": False}
+SPLIT_MODES = (("Isolated", False), ("Removed", True))  # that keep the matches of a regex
+UNICODE_FORMS = (None, "NFC", "NFD", "NFKC", "NFKD")
+UNSET_STEPS = dict.fromkeys(("truncation", "padding", "post_processor"))  # to encode text alone
 _BPE_OPTIONS = {
     **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
     **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
@@ -96,12 +102,13 @@ def byte_document(special: dict[str, int]) -> Document:
 
 
 def bpe_document(vocab: dict[str, int], pattern: str, special: dict[str, int]) -> Document:
-    """Build a BPE as tiktoken runs it; ``vocab`` is in GPT-2's alphabet, without special tokens."""
+    """Build a BPE like tiktoken's; ``vocab`` is in GPT-2's alphabet, without special tokens."""
     vocab = dict(sorted(vocab.items(), key=itemgetter(1)))
-    merges = [f"{first} {second}" for first, second in possible_merges(vocab)]
     options = {**_BPE_OPTIONS, "ignore_merges": True}
+    merges = possible_merges(vocab)
     model = {"type": "BPE", **options, "vocab": vocab | special, "merges": merges}
-    words = {"type": "Sequence", "pretokenizers": [split_by(pattern), BYTE_LEVEL]}
+    steps = KNOWN_STEPS.get(pattern, [split_by(pattern), BYTE_LEVEL])
+    words = {"type": "Sequence", "pretokenizers": steps} if len(steps) > 1 else steps[0]
     return _document(model, words, decoder=BYTE_LEVEL_WORDS, special=special)
 
 
@@ -114,7 +121,8 @@ def tiktoken_document(name: str) -> Document:
         advice = "set TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer bpe"
         raise UserError(f"{problem}. Connect to the internet, {advice}.") from None
     vocab = {to_byte_level(token): rank for token, rank in encoding["mergeable_ranks"].items()}
-    document = bpe_document(vocab, encoding["pat_str"], encoding["special_tokens"])
+    pattern = SPLIT_PATTERNS.get(TIKTOKEN_PATTERNS.get(name, ""), encoding["pat_str"])
+    document = bpe_document(vocab, pattern, encoding["special_tokens"])
     return with_extension(document, name=name)
 
 
@@ -235,8 +243,7 @@ def without_special(document: Document) -> Document:
         for token in document["added_tokens"]
         if not is_special(token) or token["content"] not in vocab
     ]
-    unset = dict.fromkeys(("truncation", "padding", "post_processor"))
-    return {**document, **unset, "added_tokens": added, "model": model}
+    return {**document, **UNSET_STEPS, "added_tokens": added, "model": model}
 
 
 def check_document(document: Any) -> None:
@@ -256,65 +263,72 @@ def check_document(document: Any) -> None:
         raise UserError(f"{EXTENSION_KEY} must be an object of strings")
 
 
-def possible_merges(vocab: dict[str, int]) -> list[tuple[str, str]]:
+def possible_merges(vocab: dict[str, int]) -> list[str]:
     """List the pairs of tokens that form a token, in order of its id: those tiktoken merges."""
     return [
-        (token[:length], token[length:])
+        f"{token[:length]} {token[length:]}"
         for token in sorted(vocab, key=vocab.__getitem__)
         for length in range(1, len(token))
         if token[:length] in vocab and token[length:] in vocab
     ]
 
 
-def tiktoken_form(document: Document) -> tuple[dict[str, int], str] | None:
-    """Return the vocabulary and pattern with which tiktoken returns the same ids, or None.
-
-    tiktoken keeps a word that is a token. In any other word it repeatedly merges the neighbors that
-    form the token of lowest id. The file's merges must be in order of these ids, and either all
-    possible ones, or make each token from its characters: then no other pair can form the token.
-    """
+def is_byte_level(document: Document) -> bool:
+    """Return whether text becomes bytes, in words that every regex engine finds."""
+    *splits, last = _word_steps(document)
+    normalizer = document.get("normalizer") or {}
+    forms = [step.get("type") for step in normalizer.get("normalizers", [normalizer])]
     model = document["model"]
-    options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
-    is_bpe = model.get("type", "BPE") == "BPE" and "merges" in model
-    pattern = _pattern_of(document)
-    if (
-        pattern is None
-        or not is_bpe
-        or any(map(model.get, options))
-        or document.get("normalizer") not in (None, {"type": "NFC"})
-        or not all(map(is_special, document["added_tokens"]))
-    ):
-        return None
-    merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
-    alphabet = BYTE_OF_CHARACTER.keys()
-    vocab = {name: i for name, i in text_vocab(document).items() if name and alphabet >= {*name}}
-    if not vocab.keys() >= alphabet:
-        return None
-    if model.get("ignore_merges"):
-        if merges == possible_merges(vocab):
-            return vocab, pattern
-    else:  # tokens that no merge makes are unused
-        made = alphabet | {first + second for first, second in merges}
-        vocab = {token: i for token, i in vocab.items() if token in made}
-    if not all({first, second, first + second} <= vocab.keys() for first, second in merges):
-        return None
-    ids = [vocab[first + second] for first, second in merges]
-    bpe = BPE(vocab, merges)
-    is_made = all([token.id for token in bpe.tokenize(name)] == [i] for name, i in vocab.items())
-    return (vocab, pattern) if ids == sorted(ids) and is_made else None
+    suffixes = map(model.get, ("continuing_subword_prefix", "end_of_word_suffix"))
+    vocab = text_vocab(document)
+    return (
+        (last == BYTE_LEVEL_WORDS or (last == BYTE_LEVEL and len(splits) > 0))
+        and all(map(_is_split, splits))
+        and {*forms} <= {*UNICODE_FORMS}
+        and "merges" in model
+        and not any(suffixes)
+        and {*"".join(vocab)} <= BYTE_OF_CHARACTER.keys() <= vocab.keys()
+        and all(map(is_special, document["added_tokens"]))
+    )
 
 
-def _pattern_of(document: Document) -> str | None:
-    """Return the pattern with which tiktoken splits text into the same words; None if unknown."""
-    pre_tokenizer = document.get("pre_tokenizer") or {}
-    steps = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
-    # Older files omit use_regex, and trim_offsets does not change the words.
-    steps = [*steps[:-1], {"use_regex": True} | steps[-1] | {"trim_offsets": True}]
-    if steps == [BYTE_LEVEL_WORDS]:
-        return SPLIT_PATTERNS["gpt2"]
-    if steps == [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL_WORDS]:
-        return SPLIT_PATTERNS["smollm"]
-    regex = steps[0].get("pattern", {}).get("Regex")
-    name = document["model"].get(EXTENSION_KEY, {}).get("name")
-    is_known = regex in SPLIT_PATTERNS.values() or name in ENCODING_CONSTRUCTORS
-    return regex if is_known and steps == [split_by(regex), BYTE_LEVEL] else None
+def pattern_of(document: Document) -> str | None:
+    """Return the regex whose matches are the words of a byte-level BPE; None for other words."""
+    steps = _word_steps(document)
+    if steps[1:] == [BYTE_LEVEL] and steps[0] != EACH_DIGIT:
+        return steps[0]["pattern"]["Regex"]
+    return next((pattern for pattern, form in KNOWN_STEPS.items() if steps == form), None)
+
+
+def portable_regex(regex: str) -> str | None:
+    """Spell a regex for Rust, Oniguruma and JavaScript; None if they may differ in its meaning."""
+    regex = spell_cases(regex)
+    outside = re.sub(r"\\[pP]\{.*?\}|\[(?:\\.|[^\]\\])*\]", "x", regex)  # of classes of characters
+    escapes = {*re.findall(r"\\([A-Za-z0-9])", regex)}
+    groups = {*re.findall(r"\(\?(.)", regex)}
+    has_anchor = re.search(r"[\^$.]|[?*+}]\+", outside)  # or a possessive quantifier
+    return regex if escapes <= {*"sSpPrn"} and groups <= {*":!"} and not has_anchor else None
+
+
+def spell_cases(regex: str) -> str:
+    """Write groups like ``(?i:'s|'t)`` without the flag, for which some engines omit ſ, an s."""
+
+    def spell(group: re.Match[str]) -> str:
+        cases = re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", group[1])
+        return f"(?:{cases.replace('[sS]', '[sSſ]')})"
+
+    return re.sub(r"\(\?i:([a-jl-z'|]+)\)", spell, regex)  # no k: K is one
+
+
+def _word_steps(document: Document) -> list[dict[str, Any]]:
+    """Return the pre-tokenizers of a document; older files omit some of the last one's options."""
+    words = document.get("pre_tokenizer") or {}
+    steps = words.get("pretokenizers") or [words]
+    return [*steps[:-1], {"use_regex": True} | steps[-1] | {"trim_offsets": True}]
+
+
+def _is_split(step: dict[str, Any]) -> bool:
+    """Return whether a pre-tokenizer splits text at each digit, or into the matches of a regex."""
+    regex = step.get("pattern", {}).get("Regex")
+    is_isolated = (step.get("behavior"), step.get("invert")) in SPLIT_MODES
+    return step == EACH_DIGIT or (is_isolated and portable_regex(regex or "$") is not None)

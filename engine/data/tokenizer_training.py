@@ -9,8 +9,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from engine.core.cli import progress_bar
-from engine.data.inputs.documents import Corpus
-from engine.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, from_document
+from engine.data.documents.corpus import Corpus
+from engine.data.tokenizer import CharTokenizer, Tokenizer, from_document
 from engine.data.tokenizer_json import SPECIAL_TOKENS, SPLIT_PATTERNS, bpe_document
 
 DEFAULT_PATTERN = "qwen2"
@@ -18,14 +18,6 @@ MIN_BPE_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 MIN_CHOSEN_VOCAB_SIZE = 1024
 MAX_CHOSEN_VOCAB_SIZE = 8192
 MAX_TRAINER_CHARACTERS = 2**16  # of one string for the BPE trainer, to limit its memory
-# Name in SPLIT_PATTERNS, or kind of tokenizer → llama.cpp's name of the pre-tokenizer.
-PRE_TOKENIZER_NAMES = {
-    "gpt2": "gpt-2",
-    "llama3": "llama-bpe",
-    "qwen2": "qwen2",
-    "smollm": "smollm",
-    "cl100k_base": "llama-bpe",
-}
 
 
 def train_char_tokenizer(texts: Iterable[str], separator: str) -> Tokenizer:
@@ -100,16 +92,8 @@ def sample_texts(corpus: Corpus, max_bytes: float) -> Iterator[str]:
     sizes = [max(1, unit.size) for unit in corpus.units]
     for unit, size in zip(corpus.units, sizes, strict=True):
         budget += max_bytes * size / sum(sizes)
-        for text in unit.texts():
+        for document in unit.documents():
             if budget <= 0:
                 break
-            yield text.text
-            budget -= len(text.text.encode())
-
-
-def pre_tokenizer_name(tokenizer: Tokenizer) -> str | None:
-    """Return llama.cpp's name of a tokenizer's pre-tokenizer; None if it has none."""
-    if not isinstance(tokenizer, BPETokenizer):
-        return None
-    names = {regex: name for name, regex in SPLIT_PATTERNS.items()}
-    return PRE_TOKENIZER_NAMES.get(names.get(tokenizer.pattern, tokenizer.kind))
+            yield document.text
+            budget -= len(document.text.encode())

@@ -48,58 +48,51 @@ def warn_of_capture(reason: str) -> None:
 
 
 class RowSpan:
-    """Consecutive rows of a cache, to which a forward pass appends T tokens each.
+    """Consecutive rows of equal length, to which a forward pass appends T tokens each."""
 
-    Rows of different lengths grow by one token at a time.
+    def __init__(self, first: int, start: int, num_tokens: int, device: torch.device):
+        """Take the rows from ``first`` on, which have cached ``start`` positions."""
+        self.first = first
+        self.start = start
+        self.end = start + num_tokens
+        self.positions = torch.arange(start, self.end, device=device)  # (T,)
+
+
+class TokenSpan:
+    """The first N rows of a cache, to which a forward pass appends a token each, where they end.
+
+    All that differs between two captured passes is in tensors. A row after all that are in use may
+    stand in for the last of the N rows, so that few numbers of rows are captured.
     """
 
     def __init__(
         self,
-        first: int,
-        lengths: Sequence[int],
-        num_tokens: int,
+        positions: Tensor,
+        rows: Tensor,
         windows: set[int],
-        device: torch.device,
+        end: int,
+        lengths: Sequence[int] = (),
     ):
-        """Take the rows from ``first`` on, with the numbers of positions that they have cached."""
-        self.first = first
-        self.start = min(lengths)
-        self.ends = [length + num_tokens for length in lengths]
-        self.end = max(self.ends)
-        self.num_padding = len(lengths) * self.end - sum(self.ends)  # positions of shorter rows
-        self.has_equal_lengths = self.start + num_tokens == self.end
-        self.masks: dict[int, Tensor] = {}  # by window: visible positions, (N, 1, 1, S)
-        if self.has_equal_lengths:
-            self.positions = torch.arange(self.start, self.end, device=device)  # (T,)
-            return
-        self.positions = torch.tensor(lengths, device=device)[:, None]  # (N, 1)
-        for window in windows:
-            first_visible = max(0, self.start + 1 - window)
-            distances = self.positions - torch.arange(first_visible, self.end, device=device)
-            self.masks[window] = ((distances >= 0) & (distances < window))[:, None, None]
+        """Append at positions (N, 1) of rows (N,), of which those before ``end`` are read.
 
-
-class StaticSpan:
-    """The first N rows of a cache, to which a captured pass appends a token each.
-
-    All that differs between two passes is in tensors. A row after all that are in use may stand in
-    for the last of the N rows, so that few numbers of rows are captured.
-    """
-
-    def __init__(self, positions: Tensor, rows: Tensor, windows: set[int], capacity: int):
-        """Append at positions (N, 1) of rows (N,), of which ``capacity`` positions are read."""
+        ``lengths`` are the same positions as numbers, if the pass is not captured.
+        """
         self.positions = positions
         self.rows = rows
-        distances = positions - torch.arange(capacity, device=positions.device)
-        self.masks = {  # by window: visible positions, (N, 1, 1, capacity)
-            window: ((distances >= 0) & (distances < window))[:, None, None] for window in windows
-        }
+        self.end = end
+        self.lengths = lengths
+        self.num_padding = sum(end - length - 1 for length in lengths)  # of shorter rows
+        self.masks: dict[int, Tensor] = {}  # by window: visible positions, (N, 1, 1, S)
+        for window in windows:
+            first_visible = max(0, min(lengths, default=0) + 1 - window)
+            distances = positions - torch.arange(first_visible, end, device=positions.device)
+            self.masks[window] = ((distances >= 0) & (distances < window))[:, None, None]
 
 
 class KVCache:
     """The keys and values of a block's attention, in a row for each sequence."""
 
-    span: RowSpan | StaticSpan  # of the next forward pass
+    span: RowSpan | TokenSpan  # of the next forward pass
 
     def __init__(self, num_heads: int, head_dim: int, window: int, like: Tensor):
         """Start without rows, with the dtype and device of ``like``.
@@ -118,35 +111,30 @@ class KVCache:
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Append keys and values (N, G, T, K); return attention to all visible, (N, H, T, K)."""
         span = self.span
-        if isinstance(span, StaticSpan):
-            keys, values = self.keys_values.unbind()
-            indices = (span.rows, slice(None), span.positions[:, 0])
-            keys[indices] = key[:, :, 0]
-            values[indices] = value[:, :, 0]
-            N = len(key)
-            return attend_from_last(query, keys[:N], values[:N], span.masks[self.window])
-        rows = self.keys_values.narrow(1, span.first, len(key))
-        keys, values = rows.narrow(3, 0, span.end).unbind()
-        if span.has_equal_lengths:
-            num_tokens = key.shape[2]
-            keys.narrow(2, span.start, num_tokens).copy_(key)
-            values.narrow(2, span.start, num_tokens).copy_(value)
+        if isinstance(span, RowSpan):
+            rows = self.keys_values.narrow(1, span.first, len(key))
+            keys, values = rows.narrow(3, 0, span.end).unbind()
+            keys[:, :, span.start :] = key
+            values[:, :, span.start :] = value
             return attend(query, keys, values, window=self.window)
-        indices = (torch.arange(len(key), device=key.device), slice(None), span.positions[:, 0])
+        keys, values = self.keys_values[:, :, :, : span.end].unbind()
+        indices = (span.rows, slice(None), span.positions[:, 0])
         keys[indices] = key[:, :, 0]
         values[indices] = value[:, :, 0]
         padding_bytes = span.num_padding * 2 * key[0].numel() * key.element_size()
-        if key.device.type == "cpu" and padding_bytes > MAX_PADDING_BYTES * len(key):
+        is_cpu = key.device.type == "cpu"
+        if is_cpu and span.lengths and padding_bytes > MAX_PADDING_BYTES * len(key):
             outputs = []
-            for row, end in enumerate(span.ends):
-                row_keys = keys[row : row + 1, :, :end]
-                row_values = values[row : row + 1, :, :end]
+            for row, length in enumerate(span.lengths):
+                row_keys = keys[row : row + 1, :, : length + 1]
+                row_values = values[row : row + 1, :, : length + 1]
                 row_query = query[row : row + 1]
                 outputs.append(attend(row_query, row_keys, row_values, window=self.window))
             return torch.cat(outputs)
         mask = span.masks[self.window]
+        N = len(key)
         visible = slice(span.end - mask.shape[-1], None)
-        return attend_from_last(query, keys[:, :, visible], values[:, :, visible], mask)
+        return attend_from_last(query, keys[:N, :, visible], values[:N, :, visible], mask)
 
     def reserve(self, num_rows: int, length: int, max_length: int) -> bool:
         """Make room for rows of a length; return whether memory has moved.
@@ -295,7 +283,7 @@ class DecodingEngine:
     def _compute_step(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """Append tokens (N, 1) at positions (N, 1) of rows (N,); return logits (N, V)."""
         capacity = self.caches[0].keys_values.shape[3]
-        span = StaticSpan(positions, rows, self.windows, capacity)
+        span = TokenSpan(positions, rows, self.windows, capacity)
         for cache in self.caches:
             cache.span = span
         return self.model(tokens, contexts=self.caches)[:, -1]
@@ -331,8 +319,13 @@ class DecodingEngine:
             row.num_cached += num_tokens
         if not self.has_cache:
             return torch.cat([self._compute_context(row, last) for row in rows])
-        span = RowSpan(first, lengths, num_tokens, self.windows, self.device)
-        self._reserve(len(self.rows), span.end)
+        end = max(lengths) + num_tokens
+        self._reserve(len(self.rows), end)
+        span: RowSpan | TokenSpan = RowSpan(first, lengths[0], num_tokens, self.device)
+        if min(lengths) < max(lengths):
+            positions = torch.tensor(lengths, device=self.device)
+            indices = torch.arange(len(lengths), device=self.device)
+            span = TokenSpan(positions[:, None], indices, self.windows, end, lengths)
         for cache in self.caches:
             cache.span = span
         ids = torch.tensor(tokens, device=self.device)

@@ -1,38 +1,29 @@
-"""Complete a file of prompts, or answer a file of chats or questions: records → JSON Lines."""
+"""Complete a file of prompts, or answer a file of chats: records → JSON Lines."""
 
-import string
+import contextlib
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Unpack
 
 from engine.core.cli import count_noun, progress_bar
 from engine.core.errors import UserError
 from engine.core.files import atomic_write, to_json
-from engine.data.chats.chat import encode_chat, own_template
-from engine.data.chats.chat_template import parse_value
-from engine.data.chats.examples import Record, parse_messages, read_record
-from engine.data.inputs.finder import find_file
-from engine.data.inputs.readers import read_records
-from engine.data.inputs.sources import Reader, Source
-from engine.data.inputs.text import to_text
-from engine.generation.sampling import DecodingOptions
-from engine.generation.scores import Question, answer_questions, describe_score, score_record
-from engine.generation.text_generator import TextGenerator
-from engine.generation.text_stream import TextStream
+from engine.data.chats.chat import Turn, own_template
+from engine.data.chats.examples import Record, parse_chat
+from engine.data.records.reader import read_records
+from engine.data.records.text import Reader, to_text
+from engine.data.sources.finder import find_file
+from engine.data.sources.notes import Notes
+from engine.data.sources.source import Source
+from engine.generation.sampling import TextOptions
+from engine.generation.text_generator import DEFAULT_NEW_TOKENS, TextGenerator
+from engine.generation.text_stream import TextStream, join_pieces
 
 
 def complete_file(
-    model: TextGenerator,
-    source: Path,
-    target: Path,
-    is_chat: bool,
-    max_new_tokens: int,
-    stop: Sequence[str],
-    **options: Unpack[DecodingOptions],
+    model: TextGenerator, source: Path, target: Path, is_chat: bool, **options: Unpack[TextOptions]
 ) -> None:
     """Write the objects of a file, each with its completion, and print the speed.
 
@@ -43,33 +34,30 @@ def complete_file(
         raise UserError(f"--out: already exists (got {target}). Remove it, or choose another.")
     if not target.parent.is_dir():
         raise UserError(f"--out: its folder does not exist (got {target}). Create it first.")
-    lines = read_lines(source)
-    questions = [*encode_lines(lines, model, is_chat, max_new_tokens)]
-    streams = [
-        TextStream(model.tokenizer, each.prompt, each.max_new_tokens, stop, model.ends)
-        for each in questions
-    ]
+    max_new_tokens = options.pop("max_new_tokens", DEFAULT_NEW_TOKENS)
+    stop = options.pop("stop", ())
+    streams = []
+    results = []
+    for location, line in read_lines(source):
+        with locate_errors(location):
+            ids, limit = encode_line(line, model, is_chat, max_new_tokens)
+        streams.append(TextStream(model.tokenizer, ids, limit, stop, model.ends))
+        results.append({**line, "completion": ""})
     start_time = time.perf_counter()
-    pieces = model.complete(streams, **options)
-    answers = answer_questions(model.decoder, questions, streams, pieces)
-    pairs = zip(lines, questions, strict=True)
-    results = [{**line, "completion": "", **each.grade("")} for (_, line), each in pairs]
+    texts = join_pieces(streams, model.complete(streams, **options))
     partial = target.with_name(f"{target.name}.partial")
     with open(partial, "w", encoding="utf-8") as file:
-        for index, text in progress_bar(answers, total=len(questions)):
-            results[index] |= {"completion": text, **questions[index].grade(text)}
+        for index, text in progress_bar(texts, total=len(streams)):
+            results[index]["completion"] = text
             file.write(f"{to_json(results[index])}\n")
             file.flush()
     atomic_write(target, "".join(f"{to_json(result)}\n" for result in results).encode())
     partial.unlink()
     seconds = time.perf_counter() - start_time
     num_tokens = sum(len(stream.new_ids) for stream in streams)
-    counts = f"{count_noun(len(lines), 'prompt')}, {num_tokens:,} tokens"
+    counts = f"{count_noun(len(streams), 'prompt')}, {num_tokens:,} tokens"
     speed = f"{seconds:,.1f} s, {num_tokens / seconds:,.0f} tokens/s"
     print(f"{target}: {counts} in {speed}", file=sys.stderr)
-    if grades := [result["is_right"] for result in results if "is_right" in result]:
-        score = describe_score(score_record(sum(grades), len(grades)))
-        print(f"{score}: {sum(grades):,} of {count_noun(len(grades), 'answer')}")
 
 
 def read_lines(path: Path) -> list[tuple[str, Any]]:
@@ -79,87 +67,56 @@ def read_lines(path: Path) -> list[tuple[str, Any]]:
     """
     source = Source(find_file(path), str(path))
     lines = []
-    for location, record in read_records(source, Reader(field=""), 0, 1, Counter()):
-        if isinstance(record, UserError):
-            raise UserError(f"{location}: {record}")
-        lines.append((location, record))
+    for location, value, *_ in read_records(source, Reader(field=""), Notes()):
+        if not isinstance(value, dict):
+            problem = value if isinstance(value, UserError) else "must be JSON Lines or a table"
+            raise UserError(f"{location}: {problem}. Give a file such as prompts.jsonl.")
+        lines.append((location, value))
     if not lines:
         raise UserError(f'{path}: has no lines. Add lines such as {{"prompt": TEXT}}.')
     return lines
 
 
-def encode_lines(
-    lines: Iterable[tuple[str, Any]], model: TextGenerator, is_chat: bool, max_new_tokens: int
-) -> Iterator[Question]:
-    """Yield the question of each line. Raises UserError for an unsuitable one."""
-    for location, line in lines:
-        try:
-            yield encode_line(line, model, is_chat, max_new_tokens)
-        except (UserError, TypeError, UnicodeEncodeError, RecursionError) as error:
-            raise UserError(f"{location}: {error}") from None
+@contextlib.contextmanager
+def locate_errors(location: str) -> Iterator[None]:
+    """Raise UserError, which starts with a line's location, for what cannot be encoded in it."""
+    try:
+        yield
+    except (UserError, TypeError, UnicodeEncodeError, RecursionError) as error:
+        raise UserError(f"{location}: {error}") from None
 
 
-def encode_line(line: Record, model: TextGenerator, is_chat: bool, max_new_tokens: int) -> Question:
-    """Return the question of a line, with the answer in its field, or in the chat's last message.
+def encode_line(
+    line: Record, model: TextGenerator, is_chat: bool, max_new_tokens: int
+) -> tuple[list[int], int]:
+    """Return the ids of a line's prompt or chat, and the maximum length of the text after them.
 
     Raises UserError; for values that JSON does not have, TypeError or UnicodeEncodeError.
     """
     to_json(line).encode()  # JSON can spell half of a surrogate pair
     if "completion" in line:
         raise UserError("already has a 'completion'. Rename it.")
-    prompt = to_text(line.get("prompt"))
-    choices, answer = parse_answer(line)
-    rows = {}
     if is_chat:
-        template = own_template(model.tokenizer)
-        chat = {"messages": [{"role": "user", "content": prompt}]} if prompt else line
-        messages, tools, _ = read_record(chat, template=template)
-        turns, _ = parse_messages(messages, template, tools)
-        if turns[-1][0] == "assistant":
-            answer = turns.pop()[1]
-        if not turns:
-            raise UserError("'messages' must have a question. Add a message of the user.")
-        ids, limit = model.encode_turns(turns, max_new_tokens)
-        for text in choices:
-            ids = encode_chat(model.tokenizer, turns)
-            rows[text] = encode_chat(model.tokenizer, [*turns, ("assistant", text)], None, True)
-    elif isinstance(prompt, str):
-        ids = model.encode_prompt(prompt)
-        limit = max_new_tokens
-        prompt = model.end_prompt(prompt)
-        encode = partial(model.encode_prompt, add_suffix=False)
-        for text in choices:  # spaces before a choice may be encoded with it
-            ids = encode(prompt.rstrip())
-            touches = prompt and not prompt[-1].isspace() and not text[0].isspace()
-            choice = f"{prompt} {text}" if touches else prompt + text
-            rows[text] = encode(choice)
-            if not prompt.strip():
-                rows[text] = ids + model.tokenizer.without_space.encode(choice).tolist()
-    else:
+        return model.encode_turns(read_turns(line, model)[0], max_new_tokens)
+    return model.encode_prompt(read_prompt(line)), max_new_tokens
+
+
+def read_prompt(line: Record) -> str:
+    """Return the prompt of a line. Raises UserError if it has none."""
+    prompt = to_text(line.get("prompt"))
+    if not isinstance(prompt, str):
         names = ", ".join(map(repr, line))
         raise UserError(f"must have a text 'prompt' (got {names}). For chats, use --chat.")
-    longest = max(map(len, rows.values()), default=0) - len(ids)
-    if longest > model.model.config.context_length:
-        raise UserError(f"'choices' must fit in the context (got {longest} tokens).")
-    return Question(ids, limit, answer, rows)
+    return prompt
 
 
-def parse_answer(line: Record) -> tuple[list[str], str | None]:
-    """Return the choices of a line, and its answer: of choices the text, the index or A, B, ….
-
-    Raises UserError for choices that are not texts, and for an answer that is none of them.
-    """
-    value = line.get("answer")
-    choices = parse_value(line.get("choices"))
-    if not choices:
-        return [], str(value) if isinstance(value, str | int) else None
-    if not isinstance(choices, list) or not all(isinstance(text, str) and text for text in choices):
-        raise UserError(f"'choices' must be a list of texts (got {to_json(choices)[:40]}).")
-    texts: dict[Any, str] = dict(enumerate(choices))  # whatever number a choice spells
-    texts |= {str(index): text for index, text in enumerate(choices)}
-    texts |= dict(zip(string.ascii_uppercase, choices, strict=False))
-    texts |= {text: text for text in choices}
-    if value is not None and (type(value) not in (int, str) or value not in texts):
-        names = "a choice, its index from 0, or its letter"
-        raise UserError(f"'answer' must be {names} (got {value!r}).")
-    return choices, texts.get(value)
+def read_turns(line: Record, model: TextGenerator) -> tuple[list[Turn], str | None]:
+    """Return the turns of a line's chat, or of its prompt, and the answer at their end if any."""
+    template = own_template(model.tokenizer)
+    prompt = to_text(line.get("prompt"))
+    chat = {"messages": [{"role": "user", "content": prompt}]} if prompt else line
+    turns, _ = parse_chat(chat, None, template, has_targets=False)
+    answer = turns.pop()[1] if turns[-1][0] == "assistant" else None
+    if not turns:
+        raise UserError("'messages' must have a question. Add a message of the user.")
+    return turns, answer

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from engine.core.errors import UserError
-from engine.data.batches import Mixture
 from engine.data.chats.chat import turn_ends
+from engine.data.dataset import Dataset
 from engine.data.split import prompt_ids
 from engine.data.tokenizer import Tokenizer
 from engine.generation.decoding_engine import DecodingEngine
-from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
+from engine.generation.sampling import DEFAULT_OPTIONS, TextOptions
 from engine.generation.text_batch import complete_streams
 from engine.generation.text_stream import TextStream
 from model import GPT
@@ -21,33 +21,33 @@ PROMPT_TOKENS = 12  # of text
 MAX_LINE_TOKENS = 256  # searched for the start of a line
 
 
-def choose_prompts(data: Mixture) -> list[list[int]]:
+def choose_prompts(data: Dataset) -> list[list[int]]:
     """Return the ids of the prompts: the start of the text, and beginnings of validation lines.
 
     Of examples they are the first validation prompts that are not empty, if there are any.
     """
-    val = data.datasets[0].val
+    val = data.val
     if val.num_examples:
         prompts = map(prompt_ids, itertools.islice(val.examples(), NUM_PROMPTS))
         return [*filter(None, prompts)] or [read_start(data)]
     return [read_start(data), *filter(None, read_lines(data, NUM_PROMPTS - 1, PROMPT_TOKENS))]
 
 
-def read_start(data: Mixture) -> list[int]:
+def read_start(data: Dataset) -> list[int]:
     """Return the first PROMPT_TOKENS ids of the validation text.
 
     If that is inside a document, the only one, they are those of the training text.
     """
     is_single = data.manifest["splits"]["train"]["documents"] < 2
-    split = data.datasets[0].train if is_single else data.datasets[0].val
+    split = data.datasets[0].train if is_single else data.val
     ids, _ = split.read(0, PROMPT_TOKENS)
     return trim_incomplete_characters(data.tokenizer, ids.tolist())
 
 
-def read_lines(data: Mixture, count: int, num_tokens: int) -> list[list[int]]:
+def read_lines(data: Dataset, count: int, num_tokens: int) -> list[list[int]]:
     """Return the first ids of evenly spaced lines of validation text, num_tokens of each."""
     tokenizer = data.tokenizer
-    val = data.datasets[0].val
+    val = data.val
     lines = []
     for index in range(1, count + 1):
         start = index * len(val) // (count + 1)
@@ -74,7 +74,7 @@ def trim_incomplete_characters(tokenizer: Tokenizer, ids: list[int]) -> list[int
 
 def stream_samples(
     model: GPT,
-    data: Mixture,
+    data: Dataset,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     seed: int,
@@ -84,9 +84,9 @@ def stream_samples(
     tokenizer = data.tokenizer
     ends = turn_ends(tokenizer, data.learns_chats)
     streams = [TextStream(tokenizer, ids, max_new_tokens, (), ends) for ids in prompts]
-    options: SamplingOptions = {**DEFAULT_OPTIONS, "seed": seed}
+    options: TextOptions = {**DEFAULT_OPTIONS, "seed": seed, "batch_size": NUM_PROMPTS}
     try:
         engine = DecodingEngine(model, cache_dtype)
-        yield from complete_streams(engine, streams, NUM_PROMPTS, **options)
+        yield from complete_streams(engine, streams, **options)
     except UserError as error:  # logits that are not finite
         yield from ((index, f"none: {error}") for index in range(len(streams)))

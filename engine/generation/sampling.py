@@ -27,38 +27,25 @@ NEXT_STATE = (GOLDEN_GAMMA << 32) % 2**64  # fits int64
 MIX_FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
-class FilterOptions(TypedDict, total=False):
-    """Keywords of :func:`filter_logits`."""
+class TextOptions(TypedDict, total=False):
+    """Keywords of text generation. What is left out changes nothing."""
 
     temperature: float
     top_k: int | None
     top_p: float
     min_p: float
-
-
-class SamplingOptions(FilterOptions, total=False):
-    """Keywords of sampling."""
-
     repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
     seed: int
-
-
-class DecodingOptions(SamplingOptions, total=False):
-    """Keywords of decoding: with num_beams by beam search, which ignores those of sampling."""
-
     batch_size: int
-    num_beams: int | None
-
-
-class TextOptions(DecodingOptions, total=False):
-    """Keywords of text generation, which ends before any text of ``stop``."""
-
+    num_beams: int | None  # of a beam search, which uses none of those above
     max_new_tokens: int
-    stop: Sequence[str]
+    stop: Sequence[str]  # texts, before which a text ends
 
 
-# The defaults of sample.py and TextGenerator.
-DEFAULT_OPTIONS = SamplingOptions(
+# The defaults of sample.py and TextGenerator, for a model without its own.
+DEFAULT_OPTIONS = TextOptions(
     temperature=0.8, top_k=None, top_p=0.95, min_p=0.0, repetition_penalty=1.0, seed=1
 )
 
@@ -88,33 +75,33 @@ def penalize_repetition(
     return logits.scatter(-1, tokens, scores).index_copy(-1, ids, logits[:, ids])
 
 
-def filter_logits(logits: Tensor, **filters: Unpack[FilterOptions]) -> tuple[Tensor, Tensor]:
-    """Return sampling weights and their token ids: logits (B, V) → (B, K) twice.
+def penalize_frequency(
+    logits: Tensor, texts: Sequence[Sequence[int]], frequency: float, presence: float
+) -> Tensor:
+    """Return logits (B, V) minus the penalties of OpenAI's API for the ids of B texts.
 
-    A temperature of 0 is greedy. In this order, top_k keeps the k most likely tokens (None: all),
-    top_p the fewest of these with a total probability of p (Holtzman et al. 2020), and min_p those
-    at least min_p times as likely as the most likely one (Nguyen et al. 2024). Of equally likely
-    tokens, the lowest ids are kept. Other tokens have weight 0; the largest weight is 1. Raises
-    UserError for logits that are not finite.
+    An id loses ``frequency`` for each time it occurs, and ``presence`` once.
     """
-    check_finite(logits.amax(dim=-1))
-    stages = filter_in_stages(logits, **filters)
-    return next((weights, ids) for weights, ids, is_cut in stages if not is_cut.any())
+    rows = [torch.tensor(ids, dtype=torch.long) for ids in texts]
+    counts = torch.stack([row.bincount(minlength=logits.shape[-1]) for row in rows])
+    counts = counts.to(logits.device)
+    return logits - frequency * counts - presence * (counts > 0)
 
 
-def filter_in_stages(
-    logits: Tensor,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-) -> Iterator[Candidates]:
-    """Yield candidates by the options of :func:`filter_logits`, without waiting for the device.
+def filter_in_stages(logits: Tensor, **options: Unpack[TextOptions]) -> Iterator[Candidates]:
+    """Yield sampling weights and their token ids: logits (B, V) → (B, K) twice.
 
-    If a row is cut, the next candidates, which are more, must be used instead.
+    A temperature or top_p of 0 is greedy. In this order, top_k keeps the k most likely tokens
+    (None, 0: all), top_p the fewest of these with a total probability of p (Holtzman et al. 2020),
+    and min_p those at least min_p times as likely as the most likely one (Nguyen et al. 2024). Of
+    equally likely tokens, the lowest ids are kept. Other tokens have weight 0; the largest weight
+    is 1. If a row is cut, the next candidates, which are more, must be used instead.
     """
+    top_k = options.get("top_k") or None
+    top_p = options.get("top_p", 1.0)
+    temperature = options.get("temperature", 1.0)
     is_cut = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-    if temperature < MIN_TEMPERATURE:
+    if temperature < MIN_TEMPERATURE or top_p == 0:
         ids = logits.argmax(dim=-1, keepdim=True)
         yield torch.ones_like(ids, dtype=torch.float32), ids, is_cut
         return
@@ -125,9 +112,7 @@ def filter_in_stages(
     else:
         stages = keep_likely_tokens(logits, top_k, top_p)
     for weights, ids, is_cut in stages:
-        if min_p > 0:
-            weights = weights.masked_fill(weights < min_p, 0)
-        yield weights, ids, is_cut
+        yield weights.masked_fill(weights < options.get("min_p", 0.0), 0), ids, is_cut
 
 
 def keep_likely_tokens(logits: Tensor, top_k: int | None, top_p: float) -> Iterator[Candidates]:
@@ -197,7 +182,7 @@ def exponential_noise(states: Tensor, ids: Tensor) -> Tensor:
 
 
 @any_kernels()  # CUDA has no deterministic sums of all candidates before each
-def draw_ids(logits: Tensor, states: Tensor, **filters: Unpack[FilterOptions]) -> list[int]:
+def draw_ids(logits: Tensor, states: Tensor, **options: Unpack[TextOptions]) -> list[int]:
     """Draw the next token of each row, from logits (B, V) and the states of noise (B,).
 
     It is NOT_FINITE for a row of such logits. The id of the largest weight / noise is drawn: its
@@ -206,7 +191,7 @@ def draw_ids(logits: Tensor, states: Tensor, **filters: Unpack[FilterOptions]) -
     more likely tokens than NUM_FIRST_CANDIDATES.
     """
     is_finite = logits.amax(dim=-1).isfinite()
-    for weights, ids, is_cut in filter_in_stages(logits, **filters):
+    for weights, ids, is_cut in filter_in_stages(logits, **options):
         if weights.shape[-1] > 1:
             noise = exponential_noise(states, ids)
             ids = ids.gather(-1, (weights / noise).argmax(-1, keepdim=True))
@@ -214,16 +199,3 @@ def draw_ids(logits: Tensor, states: Tensor, **filters: Unpack[FilterOptions]) -
         if IS_CUT not in drawn:
             break
     return drawn
-
-
-def sample_token(
-    logits: Tensor, draws: Sequence[tuple[int, int]], **filters: Unpack[FilterOptions]
-) -> list[int]:
-    """Draw the next token of each row, logits (B, V), by draws of :func:`noise_states`.
-
-    Raises UserError for logits that are not finite.
-    """
-    ids = draw_ids(logits, noise_states(draws, logits.device), **filters)
-    if NOT_FINITE in ids:
-        raise not_finite_error()
-    return ids

@@ -1,19 +1,27 @@
 """Scores: the fraction of questions that a model answers right, with a confidence interval."""
 
 import math
+import string
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from engine.data.chats.chat import TurnEnds
+from engine.core.errors import UserError
+from engine.core.files import to_json
+from engine.data.chats.chat import TurnEnds, encode_chat
+from engine.data.chats.chat_template import parse_value
+from engine.data.chats.examples import Record
 from engine.data.split import Examples, Split, is_target, token_ids
 from engine.data.tokenizer import Tokenizer
-from engine.generation.decoding_engine import DecodingEngine, window_start
-from engine.generation.text_batch import complete_streams
-from engine.generation.text_stream import TextStream
+from engine.generation.decoding_engine import DecodingEngine
+from engine.generation.prompt_file import encode_line, locate_errors, read_prompt, read_turns
+from engine.generation.text_batch import TextBatch, TextRequest, Token, complete_streams
+from engine.generation.text_generator import DEFAULT_NEW_TOKENS, TextGenerator
+from engine.generation.text_stream import TextStream, join_pieces
 from model import GPT
 
 NORMAL_QUANTILE = 1.959964  # for an interval of 95%
@@ -30,12 +38,64 @@ class Question:
     answer: str | None = None
     choices: dict[str, list[int]] = field(default_factory=dict)  # text → ids, with the prompt
 
-    def grade(self, text: str) -> dict[str, bool]:
-        """Return whether a text is the answer, apart from white space around it, if that is known.
 
-        The key is "is_right".
-        """
-        return {} if self.answer is None else {"is_right": text.strip() == self.answer.strip()}
+def encode_questions(lines: Iterable[tuple[str, Any]], model: TextGenerator) -> Iterator[Question]:
+    """Yield the question of each line of a file. Raises UserError for an unsuitable one."""
+    for location, line in lines:
+        with locate_errors(location):
+            yield encode_question(line, model)
+
+
+def encode_question(line: Record, model: TextGenerator) -> Question:
+    """Return the question of a line, with the answer in its field, or in the chat's last message.
+
+    Choices follow a prompt after a space, unless there is white space already.
+    """
+    choices, answer = parse_answer(line)
+    tokenizer = model.tokenizer
+    ids, limit = encode_line(line, model, model.is_chat_model, DEFAULT_NEW_TOKENS)
+    rows = {}
+    if model.is_chat_model:
+        turns, last = read_turns(line, model)
+        answer = answer if last is None else last
+        for text in choices:
+            ids = encode_chat(tokenizer, turns)
+            rows[text] = encode_chat(tokenizer, [*turns, ("assistant", text)], None, True)
+    elif choices:
+        prompt = model.end_prompt(read_prompt(line))
+        encode = partial(model.encode_prompt, add_suffix=False)
+        ids = encode(prompt.rstrip())  # spaces before a choice may be encoded with it
+        for text in choices:
+            touches = prompt and not prompt[-1].isspace() and not text[0].isspace()
+            choice = f"{prompt} {text}" if touches else prompt + text
+            rows[text] = encode(choice)
+            if not prompt.strip():
+                rows[text] = ids + tokenizer.without_space.encode(choice).tolist()
+    longest = max(map(len, rows.values()), default=0) - len(ids)
+    if longest >= model.model.config.context_length:
+        raise UserError(f"'choices' must fit in the context (got {longest} tokens).")
+    return Question(ids, limit, answer, rows)
+
+
+def parse_answer(line: Record) -> tuple[list[str], str | None]:
+    """Return the choices of a line, and its answer: of choices the text, the index or A, B, ….
+
+    Raises UserError for choices that are not texts, and for an answer that is none of them.
+    """
+    value = line.get("answer")
+    choices = parse_value(line.get("choices"))
+    if not choices:
+        return [], str(value) if isinstance(value, str | int) else None
+    if not isinstance(choices, list) or not all(isinstance(text, str) and text for text in choices):
+        raise UserError(f"'choices' must be a list of texts (got {to_json(choices)[:40]}).")
+    texts: dict[Any, str] = dict(enumerate(choices))  # whatever number a choice spells
+    texts |= {str(index): text for index, text in enumerate(choices)}
+    texts |= dict(zip(string.ascii_uppercase, choices, strict=False))
+    texts |= {text: text for text in choices}
+    if value is not None and (type(value) not in (int, str) or value not in texts):
+        names = "a choice, its index from 0, or its letter"
+        raise UserError(f"'answer' must be {names} (got {value!r}).")
+    return choices, texts.get(value)
 
 
 def score_record(num_right: float, num_questions: int) -> dict[str, float]:
@@ -87,70 +147,36 @@ def count_right(
     cache_dtype: torch.dtype | None = None,
 ) -> int:
     """Return how many questions a model in evaluation mode answers right, with greedy text."""
+    texts = [
+        choose(model, tokenizer, question) if question.choices else "" for question in questions
+    ]
     streams = []
     for question in questions:
         answer_bytes = len((question.answer or "").encode())  # at least its number of tokens
         limit = min(question.max_new_tokens, answer_bytes + EXTRA_TOKENS + ends.num_bytes)
+        limit = 0 if question.choices else limit
         streams.append(TextStream(tokenizer, question.prompt, limit, (), ends))
     engine = DecodingEngine(model, cache_dtype)
-    pieces = complete_streams(engine, streams, QUESTION_BATCH_SIZE, temperature=0.0)
-    answers = answer_questions(model, questions, streams, pieces)
-    return sum(questions[index].grade(text)["is_right"] for index, text in answers)
+    pieces = complete_streams(engine, streams, batch_size=QUESTION_BATCH_SIZE, temperature=0.0)
+    for index, text in join_pieces(streams, pieces):
+        texts[index] = text
+    pairs = zip(texts, questions, strict=True)
+    return sum(text.strip() == (question.answer or "").strip() for text, question in pairs)
 
 
-def answer_questions(
-    model: GPT,
-    questions: Sequence[Question],
-    streams: Sequence[TextStream],
-    pieces: Iterable[tuple[int, str]],
-) -> Iterator[tuple[int, str]]:
-    """Yield (index, choice or text) of each question; the pieces continue the streams."""
-    for index, question in enumerate(questions):
-        if question.choices:
-            streams[index].end()
-            yield index, choose(model, question)
-    texts = [""] * len(questions)
-    for index, text in pieces:
-        texts[index] += text
-        if streams[index].is_finished:
-            yield index, texts[index]
-
-
-def choose(model: GPT, question: Question) -> str:
+def choose(model: GPT, tokenizer: Tokenizer, question: Question) -> str:
     """Return the choice with the highest log-likelihood per UTF-8 byte of its text."""
 
     def rate(choice: str) -> float:
         """Return the log-likelihood of a choice per byte, in nats."""
-        ids = question.choices[choice]
-        num_targets = max(1, len(ids) - len(question.prompt))
-        scores = score_tokens(model, ids[-model.config.context_length - 1 :], num_targets)
-        return scores.sum().item() / len(choice.encode())
+        ids = question.choices[choice][-model.config.context_length :]
+        request = TextRequest(TextStream(tokenizer, ids, 0), 0, {}, 0, reports_prompt=True)
+        batch = TextBatch(DecodingEngine(model), 1)
+        batch.add([request])
+        logprobs = []
+        while batch.unread:
+            logprobs += [token.logprob for _, token in batch.read() if isinstance(token, Token)]
+        num_targets = max(1, len(question.choices[choice]) - len(question.prompt))
+        return math.fsum(filter(None, logprobs[-num_targets:])) / len(choice.encode())
 
     return max(question.choices, key=rate)
-
-
-def score_tokens(model: GPT, ids: Sequence[int], num_targets: int) -> Tensor:
-    """Return the logprob of each of the last num_targets ids as in generation, in nats."""
-    start = len(ids) - num_targets
-    scores = [torch.empty(0)]
-    for logits in logits_after(model, ids[:-1], start - 1):
-        targets = torch.tensor(ids[start : start + len(logits)], device=logits.device)
-        logprobs = logits.float().log_softmax(dim=-1)
-        scores.append(logprobs.gather(1, targets[:, None])[:, 0].cpu())
-        start += len(logits)
-    return torch.cat(scores)
-
-
-@torch.inference_mode()
-def logits_after(model: GPT, ids: Sequence[int], start: int = 0) -> Iterator[Tensor]:
-    """Yield the logits after each id from a start on as in generation, (N, V) for the next N."""
-    while start < len(ids):
-        first = window_start(start + 1, model.config.context_length)
-        engine = DecodingEngine(model)
-        engine.add(ids[first : first + model.config.context_length])
-        if start > first:
-            engine.read(0, start - first)
-        while engine.rows[0].num_unread:
-            logits = engine.read(0, has_all_logits=True)
-            start += len(logits)
-            yield logits

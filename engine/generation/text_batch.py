@@ -21,10 +21,11 @@ from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.sampling import (
     NEXT_STATE,
     NOT_FINITE,
-    FilterOptions,
+    TextOptions,
     draw_ids,
     noise_states,
     not_finite_error,
+    penalize_frequency,
     penalize_repetition,
     row_seeds,
 )
@@ -53,8 +54,7 @@ class TextRequest:
 
     stream: TextStream
     seed: int  # of engine.generation.sampling.row_seeds
-    filters: FilterOptions
-    repetition_penalty: float = 1.0
+    options: TextOptions  # of sampling
     num_logprobs: int | None = None  # None: without logprobs; 0: only those of the tokens
     reports_prompt: bool = False
     is_cancelled: bool = False
@@ -68,7 +68,7 @@ class TextRequest:
     @cached_property
     def sampling_key(self) -> Any:
         """The key that groups the requests which are sampled in one call."""
-        return (self.repetition_penalty, self.num_logprobs, *sorted(self.filters.items()))
+        return (self.num_logprobs, *sorted(self.options.items()))
 
 
 Event = tuple[TextRequest, Token | UserError | None]  # None: the text has ended
@@ -180,7 +180,8 @@ class TextBatch:
         """Draw an id for each request from logits (N, V), with the settings of the first one."""
         if len(self.banned):
             logits = logits.index_fill(-1, self.banned, -torch.inf)
-        penalty = requests[0].repetition_penalty
+        options = requests[0].options
+        penalty = options.get("repetition_penalty", 1.0)
         if penalty != 1:
             # A shorter row repeats its first id: a penalty counts each id once.
             longest = max(map(len, rows))
@@ -188,7 +189,11 @@ class TextBatch:
             ids = torch.tensor(tokens, device=logits.device)
             special_ids = [*requests[0].stream.tokenizer.special_tokens.values()]
             logits = penalize_repetition(logits, ids, penalty, special_ids)
-        return draw_ids(logits, self._noise_states(requests), **requests[0].filters)
+        penalties = (options.get("frequency_penalty", 0.0), options.get("presence_penalty", 0.0))
+        if any(penalties):
+            texts = [request.stream.new_ids for request in requests]
+            logits = penalize_frequency(logits, texts, *penalties)
+        return draw_ids(logits, self._noise_states(requests), **options)
 
     def _noise_states(self, requests: Sequence[TextRequest]) -> Tensor:
         """Return the states of the noise of a group; for the same group, without a copy."""
@@ -271,23 +276,20 @@ def initial_tokens(tokenizer: Tokenizer, num_documents: int) -> list[int]:
 
 
 def complete_streams(
-    engine: DecodingEngine,
-    streams: Sequence[TextStream],
-    batch_size: int = 1,
-    seed: int = 0,
-    repetition_penalty: float = 1.0,
-    **filters: Unpack[FilterOptions],
+    engine: DecodingEngine, streams: Sequence[TextStream], **options: Unpack[TextOptions]
 ) -> Iterator[tuple[int, str]]:
     """Continue the prompts of streams until all have ended, up to batch_size at once.
 
     Yields (index of the stream, text) for each new token. A stream that has ended makes room for
-    the next. The streams have one tokenizer and the same ``stop_token_ids``.
+    the next. The streams have one tokenizer and the same ``stop_token_ids``. Options are those of
+    sampling and batch_size, by default 1.
     """
     if not streams:
         return
-    seeds = row_seeds(seed, [stream.prompt for stream in streams])
+    batch_size = options.pop("batch_size", 1)
+    seeds = row_seeds(options.pop("seed", 0), [stream.prompt for stream in streams])
     indices = {
-        TextRequest(stream, seeds[index], filters, repetition_penalty): index
+        TextRequest(stream, seeds[index], options): index
         for index, stream in enumerate(streams)
         if not stream.is_finished
     }

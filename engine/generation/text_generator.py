@@ -15,16 +15,10 @@ from engine.core.settings import propose_name
 from engine.data.chats import chat
 from engine.data.chats.chat import Turn, TurnEnds
 from engine.data.chats.chat_template import TOOLS_ROLE
-from engine.data.inputs.text import unify_line_ends
 from engine.data.tokenizer import Tokenizer
 from engine.generation.beam_search import search_text
 from engine.generation.decoding_engine import DecodingEngine
-from engine.generation.sampling import (
-    DEFAULT_OPTIONS,
-    DecodingOptions,
-    SamplingOptions,
-    TextOptions,
-)
+from engine.generation.sampling import DEFAULT_OPTIONS, TextOptions
 from engine.generation.text_batch import complete_streams
 from engine.generation.text_stream import TextStream
 from engine.nn.inference import build_decoder
@@ -45,6 +39,7 @@ class TextGenerator:
     is_chat_model: bool = False
     should_quantize: bool = False
     parses_special: bool = False  # whether names of special tokens in prompts become these tokens
+    sampling: TextOptions = field(default_factory=TextOptions)  # the model's own defaults
     idle_engines: list[DecodingEngine] = field(default_factory=list, init=False)
     warn_once: Callable[[str], None] = field(default_factory=lambda: cache(warn), init=False)
 
@@ -74,7 +69,7 @@ class TextGenerator:
 
         Names of special tokens are text, and a warning says so once, unless they are parsed.
         """
-        prompt = unify_line_ends(self.end_prompt(prompt) if add_suffix else prompt)
+        prompt = self.end_prompt(prompt) if add_suffix else prompt
         parse_special = parse_special or self.parses_special
         names = chat.names_pattern(self.tokenizer, has_markup=False).findall(prompt)
         if names and not parse_special:
@@ -125,16 +120,14 @@ class TextGenerator:
         return ids, limit
 
     def _complete(
-        self,
-        prompts: Iterable[list[int]],
-        max_new_tokens: int = DEFAULT_NEW_TOKENS,
-        stop: Sequence[str] = (),
-        **options: Unpack[DecodingOptions],
+        self, prompts: Iterable[list[int]], **options: Unpack[TextOptions]
     ) -> Iterator[tuple[int, str]]:
         """Yield (index of the prompt, text) piece by piece. Raises UserError for other options."""
         for name in options.keys() - TextOptions.__optional_keys__:
             meant = propose_name(name, TextOptions.__optional_keys__)
             raise UserError(f"{name}: unknown option of text generation. {meant}")
+        max_new_tokens = options.pop("max_new_tokens", DEFAULT_NEW_TOKENS)
+        stop = options.pop("stop", ())
         streams = [
             TextStream(self.tokenizer, prompt, max_new_tokens, stop, self.ends)
             for prompt in prompts
@@ -142,22 +135,19 @@ class TextGenerator:
         return self.complete(streams, **options)
 
     def complete(
-        self,
-        streams: Sequence[TextStream],
-        batch_size: int = DECODING_BATCH_SIZE,
-        num_beams: int | None = None,
-        **options: Unpack[SamplingOptions],
+        self, streams: Sequence[TextStream], **options: Unpack[TextOptions]
     ) -> Iterator[tuple[int, str]]:
         """Yield (index of the stream, text) until all have ended: sampled, or by beam search."""
-        options = {**DEFAULT_OPTIONS, **options}
-        if num_beams:
+        defaults: TextOptions = {**DEFAULT_OPTIONS, "batch_size": DECODING_BATCH_SIZE}
+        options = {**defaults, **self.sampling, **options}
+        if num_beams := options.pop("num_beams", None):
             for index, stream in enumerate(streams):
                 if not stream.is_finished:
                     yield index, search_text(self.decoder, stream, num_beams)
             return
         engine = self.idle_engines.pop() if self.idle_engines else DecodingEngine(self.decoder)
         try:
-            yield from complete_streams(engine, streams, batch_size, **options)
+            yield from complete_streams(engine, streams, **options)
         finally:
             engine.keep([])
             if engine.captures:  # the next text need not capture tokens again

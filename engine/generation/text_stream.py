@@ -2,7 +2,7 @@
 
 import codecs
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from engine.data.chats.chat import TurnEnds
 from engine.data.tokenizer import Tokenizer
@@ -79,3 +79,14 @@ class TextStream:
         text = "" if self.is_finished else self.pending
         self.is_finished = True
         return text
+
+
+def join_pieces(
+    streams: Sequence[TextStream], pieces: Iterable[tuple[int, str]]
+) -> Iterator[tuple[int, str]]:
+    """Yield (index of the stream, text) for each that has ended, from pieces of their texts."""
+    texts = [""] * len(streams)
+    for index, piece in pieces:
+        texts[index] += piece
+        if streams[index].is_finished:
+            yield index, texts[index]

@@ -1,80 +1,40 @@
-"""LoRA adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors."""
+"""Adapters in PEFT's layout: those of our LoRA runs are exported, and PEFT merges all others."""
 
-import math
-import re
+import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
+import safetensors
 import torch
-from annotated_types import Ge, Le
 from torch import Tensor
 
 from engine.core.cli import shell_command
-from engine.core.errors import UserError, wrap_library_errors
+from engine.core.errors import MAX_REASON_CHARACTERS, UserError, import_optional
 from engine.core.files import atomic_directory, read_json, write_json
-from engine.core.values import convert, from_json
-from engine.huggingface.convert import FLOAT_DTYPES, convert_layout, tensor_layout
-from engine.huggingface.directory import read_tensors
+from engine.core.values import convert
+from engine.huggingface.convert import convert_layout, tensor_layout
+from engine.huggingface.directory import (
+    MAX_RELATIVE_ERROR,
+    check_weights,
+    load_hf_model,
+    refuse_other_files,
+)
 from engine.huggingface.families import Family
-from engine.nn.lora import A_NAME, B_NAME, LORA_ALPHA, TOKEN_PARAMETERS, lora_scale
+from engine.nn.lora import A_NAME, B_NAME, LORA_ALPHA
 from engine.runs.checkpoint import Checkpoint, write_tensors
-from engine.training.estimate import cached_meta_model
 from model import ModelConfig
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
-NAME_PREFIX = "base_model.model."  # of tensors
-PEFT_NAME = NAME_PREFIX + "{}.lora_{}.weight"
-MERGE_ADVICE = "If PEFT can merge it, import that: merge_and_unload().save_pretrained(…)."
-# Key of PEFT's LoraConfig → values that an adapter may have, its default first. A key that is not
-# here, is not harmless and is not in AdapterSettings must be unset.
-ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "task_type": (None, "CAUSAL_LM"),
-    "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
-}
-HARMLESS_KEYS = {  # the tensors show the layers, and ALLOWED_VALUES excludes other uses
-    *("auto_mapping", "inference_mode", "lora_dropout", "peft_version", "revision"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("corda_config", "eva_config", "loftq_config", "lora_ga_config", "runtime_config"),
-    *("fan_in_fan_out", "megatron_core", "qalora_group_size"),
-}
-Rank = Annotated[int, Ge(1), Le(10**5)]
-Alpha = Annotated[float, Ge(0), Le(1e9)]
+PEFT_NAME = "base_model.model.{}.lora_{}.weight"
+NUM_MERGED_TOKENS = 32  # to compare an adapter with what it is merged to
+# With these, PEFT imports a module by its name, or loads files that may be pickled.
+UNSAFE_KEYS = ("megatron_config", "prompt_tuning_init_state_dict_path", "adapters")
+UNSAFE_INITIALIZATIONS = ("corda", "lora_ga")
 
 
-@dataclass(frozen=True)
-class AdapterSettings:
-    """What an import reads of adapter_config.json, with PEFT's defaults."""
-
-    r: Rank = 8
-    lora_alpha: Alpha = 8
-    use_rslora: bool | None = False
-    rank_pattern: dict[str, Rank] | None = None  # by a regex of the end of a layer's name
-    alpha_pattern: dict[str, Alpha] | None = None
-    modules_to_save: list[str] | None = None
-    base_model_name_or_path: str | None = None
-
-    def rank_and_scale(self, layer: str) -> tuple[int, float]:
-        """Return the rank of a layer's update, and its factor."""
-        rank = find_match(self.rank_pattern, layer, self.r)
-        alpha = find_match(self.alpha_pattern, layer, self.lora_alpha)
-        return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
-
-
-def find_match(values: dict[str, Any] | None, layer: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches a layer's name, as PEFT does."""
-    for pattern, value in (values or {}).items():
-        with wrap_library_errors(f"{CONFIG_FILE}: {pattern!r} is not a regex", re.error):
-            if re.match(rf"(.*\.)?({pattern})$", layer):
-                return value
-    return default
-
-
-def map_layers(params: Iterable[str], family: Family, problem: str, fix: str) -> dict[str, str]:
+def map_layers(params: Iterable[str], family: Family) -> dict[str, str]:
     """Map each layer that has an update to its name in transformers.
 
     Raises UserError for fused layers.
@@ -82,7 +42,8 @@ def map_layers(params: Iterable[str], family: Family, problem: str, fix: str) ->
     layers = [name.removesuffix(f".{A_NAME}") for name in params if name.endswith(A_NAME)]
     layout = tensor_layout([f"{layer}.weight" for layer in layers], family)
     if family.transposed or len(layout) < len(layers):
-        raise UserError(f"{problem} for {family.model_type}. {fix}")
+        problem = f"--adapter: unsupported for {family.model_type}"
+        raise UserError(f"{problem}. Export the merged model.")
     names = [hf_name.removesuffix(".weight") for hf_name in layout]
     return dict(zip(layers, names, strict=True))
 
@@ -108,10 +69,9 @@ def export_adapter(out: Path, checkpoint: Checkpoint, head_width: int, family: F
     updates = dict(checkpoint.model())
     if not all(name.endswith((A_NAME, B_NAME)) for name in updates):
         raise UserError("--adapter: the run trained embeddings too. Export the merged model.")
-    problem = "--adapter: unsupported"
     tensors = {}
     ranks = {}
-    for layer, hf_layer in map_layers(updates, family, problem, "Export the merged model.").items():
+    for layer, hf_layer in map_layers(updates, family).items():
         A = updates[f"{layer}.{A_NAME}"]
         B = updates[f"{layer}.{B_NAME}"]
         tensors[PEFT_NAME.format(hf_layer, "A")] = A
@@ -138,68 +98,55 @@ def export_adapter(out: Path, checkpoint: Checkpoint, head_width: int, family: F
     return f"Export its base model too: {shell_command('python', *words)}"
 
 
-def read_settings(directory: Path) -> AdapterSettings:
-    """Read adapter_config.json. Raises UserError for a value that changes the model."""
-    source = str(directory / CONFIG_FILE)
-    hf_config = convert(read_json(directory / CONFIG_FILE), dict, source)
-    for key, value in hf_config.items():
-        allowed = (*ALLOWED_VALUES.get(key, (None, False, [], {}, "")), None)
-        if value not in allowed and key not in HARMLESS_KEYS | vars(AdapterSettings()).keys():
-            problem = f"{key} must be {allowed[0]!r} (got {value!r:.60})"
-            raise UserError(f"{source}: {problem}. {MERGE_ADVICE}")
-    return from_json(AdapterSettings, hf_config, source, ignores_others=True)
+def read_config(path: Path) -> dict[str, Any]:
+    """Read adapter_config.json. Raises UserError if PEFT could not read the adapter, or safely."""
+    if not (path / TENSORS_FILE).is_file():
+        refuse_other_files(path.iterdir())
+        raise UserError(f"{path / TENSORS_FILE}: not found. Download the adapter again.")
+    source = str(path / CONFIG_FILE)
+    config: dict[str, Any] = convert(read_json(path / CONFIG_FILE), dict, source)
+    unsafe = [key for key in UNSAFE_KEYS if config.get(key)]
+    if config.get("init_lora_weights") in UNSAFE_INITIALIZATIONS:
+        unsafe.append("init_lora_weights")
+    for key in unsafe:
+        raise UserError(
+            f"{source}: {key} must be unset (got {config[key]!r:.60}). Merge it in PEFT."
+        )
+    return config
 
 
-def read_adapter(
-    directory: Path, settings: AdapterSettings, config: ModelConfig, family: Family
+@torch.no_grad()
+def merge_adapter(
+    path: Path, config: ModelConfig, family: Family, tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the updates of an adapter, and the embeddings and head that it has in full.
+    """Return the tensors of a base model with an adapter merged into them by PEFT.
 
-    Raises UserError for an adapter that does not fit a model of this config.
+    Raises UserError if PEFT cannot read it, has no use for a tensor, or merges it to another model.
     """
-    params = cached_meta_model(config, (1,)).named_parameters()
-    shapes = {name: param.shape for name, param in params}
-    path = directory / TENSORS_FILE
-    tensors = read_tensors(directory, TENSORS_FILE)
-    tensors = {name.replace(".default.", "."): value for name, value in tensors.items()}
-    values = {}
-    for name in TOKEN_PARAMETERS:
-        (hf_name,) = tensor_layout([name], family)
-        if any(map(hf_name.removesuffix(".weight").endswith, settings.modules_to_save or [])):
-            shape = shapes["token_embedding.weight"]
-            values[name] = take(tensors, NAME_PREFIX + hf_name, shape, path)
-    problem = f"{directory}: adapters are unsupported"
-    for layer, hf_layer in map_layers(shapes, family, problem, MERGE_ADVICE).items():
-        names = [PEFT_NAME.format(hf_layer, letter) for letter in "AB"]
-        if tensors.keys().isdisjoint(names):
-            continue
-        rank, scale = settings.rank_and_scale(hf_layer)
-        A_name = f"{layer}.{A_NAME}"
-        B_name = f"{layer}.{B_NAME}"
-        values[A_name] = take(tensors, names[0], (rank, shapes[A_name][1]), path)
-        B = take(tensors, names[1], (shapes[B_name][0], rank), path) * (scale / lora_scale(rank))
-        values[B_name] = convert_B(layer, B, config.head_width, family)
-    if tensors:
-        raise UserError(f"{path}: unsupported tensor {next(iter(tensors))}. {MERGE_ADVICE}")
-    if not any(name.endswith(A_NAME) for name in values):
-        raise UserError(f"{path}: has no update of a layer. Save the adapter again.")
-    return values
-
-
-def take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], source: Path) -> Tensor:
-    """Remove a tensor, and return it in float32. Raises UserError unless it has this shape."""
-    value = tensors.pop(name, None)
-    fix = "Save the adapter again."
-    if value is None:
-        problem = "is missing"
-    elif not value.numel():
-        problem = "is empty, as DeepSpeed ZeRO-3 saves what it has not gathered"
-        fix = "Save it with stage3_gather_16bit_weights_on_model_save."
-    elif value.dtype not in FLOAT_DTYPES:
-        problem = f"must be of floats (got {value.dtype})"
-    elif value.shape != shape:
-        problem = f"must have shape {tuple(shape)} (got {tuple(value.shape)})"
-        fix = f"Name its own base model with --base. {MERGE_ADVICE}"
-    else:
-        return value.float()
-    raise UserError(f"{source}: {name} {problem}. {fix}")
+    peft = import_optional("peft", str(path), "hf")
+    check_weights(path)
+    base = load_hf_model(None, config, family, state_dict=tensors, dtype=torch.float32)
+    tokens = torch.arange(NUM_MERGED_TOKENS)[None] % config.vocab_size
+    tokens = tokens[:, : config.context_length]
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Unexpected keyword")  # of a newer PEFT
+            adapted = peft.PeftModel.from_pretrained(base, path, torch_device="cpu").eval()
+        needed = {*peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)}
+        loadable = needed | {*adapted.state_dict()}  # of the base model, an embedding may be there
+        expected = adapted(tokens).logits
+        merged = adapted.merge_and_unload()
+        difference = (merged(tokens).logits - expected).abs().max()
+    except Exception as error:  # PEFT has no class of its own
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON_CHARACTERS]
+        fix = "Name its own base model with --base, or merge it in PEFT."
+        raise UserError(f"{path}: PEFT cannot merge it ({reason}). {fix}") from None
+    with safetensors.safe_open(path / TENSORS_FILE, "pt") as file:
+        names = {*file.keys()}
+    for name in sorted((needed - names) | (names - loadable)):
+        problem = "must have" if name in needed else "has an unsupported tensor"
+        raise UserError(f"{path}: {problem} {name}. Save the adapter again.")
+    if not difference <= MAX_RELATIVE_ERROR * expected.abs().max().clamp(min=1):
+        problem = f"PEFT merges it to another model (logits differ by {difference:.2g})"
+        raise UserError(f"{path}: {problem}. Run it in PEFT.")
+    return dict(merged.state_dict())

@@ -1,18 +1,21 @@
 """A GPT's settings and parameters ↔ config.json and tensors of a model family of transformers."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.core.errors import UserError
+from engine.core.errors import UserError, import_optional, wrap_library_errors
 from engine.core.settings import from_values
-from engine.core.values import Count, convert, from_json
+from engine.core.values import convert
 from engine.huggingface.families import MODEL_FAMILIES, Family
-from model import ModelConfig
+from engine.nn.positions import FREQUENCY_BASE, sinusoids
+from engine.training.estimate import cached_meta_model
+from model import GPT, ModelConfig
 
 Tensors = dict[str, Tensor]
 TO_HF_ACTIVATION = {"relu2": "relu2", "gelu": "gelu_new", "relu": "relu", "swiglu": "silu"}
@@ -20,27 +23,13 @@ FROM_HF_ACTIVATION = {hf_name: name for name, hf_name in TO_HF_ACTIVATION.items(
 FROM_HF_ACTIVATION["gelu_pytorch_tanh"] = "gelu"
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-REQUIRED_SETTINGS = {"vocab_size", "context_length", "num_layers", "num_heads", "d_model"}
+LAYOUT_VERSION = "5.0.0"  # of transformers
 # Type of RoPE → keys of its numbers, in the order of ModelConfig.rope_scaling.
 ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-# Modules that wrap others: torch.compile, DistributedDataParallel, FSDP, activation checkpointing.
-WRAPPER_PATTERN = re.compile(r"\b(_orig_mod|module|_(fsdp|checkpoint)_wrapped_module)\.")
-HF_CONSTANT_BUFFERS = re.compile(r".*(attn\.(masked_)?bias|rotary_emb\.inv_freq)")  # of old files
-
-
-@dataclass(frozen=True)
-class WindowSettings:
-    """The sliding windows of config.json, with the defaults of transformers."""
-
-    sliding_window: Count | None = 4096
-    use_sliding_window: bool = False
-    max_window_layers: Count = 28
-    layer_types: list[str] | None = None
 
 
 def tensor_layout(names: Iterable[str], family: Family) -> dict[str, list[str]]:
@@ -83,62 +72,66 @@ def to_hf(params: Mapping[str, Tensor], family: Family) -> Tensors:
     }
 
 
-def read_names(tensors: Tensors, family: Family, source: str) -> Tensors:
-    """Return tensors by the family's names, without the prefixes of modules that wrap the model.
-
-    Raises UserError, naming the source, for quantized weights.
-    """
-    tensors = {WRAPPER_PATTERN.sub("", name): value for name, value in tensors.items()}
-    embedding = family.modules["token_embedding"] + ".weight"
-    outer = next((n.removesuffix(embedding) for n in tensors if n.endswith(embedding)), "")
-    prefix = embedding.split(".")[0] + "."  # old files omit it
-    renamed = {}
-    for name, value in tensors.items():
-        if value.dtype not in FLOAT_DTYPES and not HF_CONSTANT_BUFFERS.fullmatch(name):
-            problem = f"quantized weights are unsupported ({name} is {value.dtype})"
-            raise UserError(f"{source}: {problem}. Use the original model.".replace("torch.", ""))
-        name = name.removeprefix(outer)
-        renamed[name if name.startswith((prefix, "lm_head.")) else prefix + name] = value
-    return renamed
-
-
 def has_own_head(tensors: Tensors, family: Family) -> bool:
     """Return whether there is a head of other values than the embedding."""
-    head = tensors.get("lm_head.weight")
-    embedding = tensors.get(family.modules["token_embedding"] + ".weight")
-    return head is not None and embedding is not None and not torch.equal(head, embedding)
+    embedding = tensors[family.modules["token_embedding"] + ".weight"]
+    return not torch.equal(tensors["lm_head.weight"], embedding)
 
 
-def from_hf(
-    tensors: Tensors, meta_params: Mapping[str, Tensor], family: Family, source: str
-) -> Tensors:
-    """Convert the family's tensors to parameters of these shapes, in float32 or bfloat16.
-
-    Raises UserError, naming the source, for a tensor that is missing, unknown, or of another shape.
-    """
-    tensors = dict(tensors)
+def from_hf(tensors: Tensors, names: Iterable[str], family: Family) -> Tensors:
+    """Convert the family's tensors to the parameters of these names."""
     params = {}
-    expected = to_hf(meta_params, family)
-    for hf_name, names in tensor_layout(meta_params, family).items():
-        if hf_name not in tensors:
-            fix = "Correct its config.json, such as tie_word_embeddings, or download it again."
-            raise UserError(f"{source}: {hf_name} is missing. {fix}")
-        value = tensors.pop(hf_name)
-        if value.dtype in (torch.float16, torch.float64):
-            value = value.float()  # bfloat16 would round it
-        shape = tuple(expected[hf_name].shape)
-        if value.shape != shape:
-            got = f"got {tuple(value.shape)}"
-            raise UserError(f"{source}: {hf_name} must have shape {shape}, by config.json ({got}).")
-        pieces = value.chunk(len(names), -1 if family.transposed else 0)  # heads are of one size
-        for name, piece in zip(names, pieces, strict=True):
+    for hf_name, layout in tensor_layout(names, family).items():
+        # Heads are of one size.
+        pieces = tensors[hf_name].chunk(len(layout), -1 if family.transposed else 0)
+        for name, piece in zip(layout, pieces, strict=True):
             params[name] = convert_layout(name, piece, family).contiguous()
-    if "head.weight" not in meta_params:
-        tensors.pop("lm_head.weight", None)  # a copy of the tied embedding
-    for name in tensors:
-        if not HF_CONSTANT_BUFFERS.fullmatch(name):
-            raise UserError(f"{source}: unsupported tensor {name}, by its config.json.")
     return params
+
+
+def rewrite_config(config: ModelConfig, family: Family) -> ModelConfig:
+    """Return an equivalent config without None, in settings of the family where possible."""
+    supports = family.supported_values()
+    changes: dict[str, Any] = {
+        "attention": "fused",
+        "scale_embeddings": False,
+        "rope_base": config.rope_base or FREQUENCY_BASE,
+        "num_kv_heads": config.num_groups,
+        "head_dim": config.head_width,
+        "d_ff": config.feed_forward_width,
+        "norm_epsilon": config.epsilon,
+    }
+    if config.norm == "rmsnorm" and "weighted_rmsnorm" in supports["norm"]:
+        changes["norm"] = "weighted_rmsnorm"
+    if config.position == "sinusoidal" and "learned" in supports["position"]:
+        changes["position"] = "learned"
+    if config.scale_embeddings and config.tie_embeddings and "rmsnorm" not in supports["norm"]:
+        changes["tie_embeddings"] = False  # the head is not scaled
+    if supports.get("bias") == (True,) or (config.qkv_bias and "bias" not in supports):
+        changes["bias"] = True
+    if config.bias or changes.get("bias"):
+        changes["qkv_bias"] = False  # bias includes it
+    return replace(config, **changes)
+
+
+def rewrite_params(model: GPT, config: ModelConfig) -> Tensors:
+    """Compute the parameters that give the same logits under the rewritten config."""
+    params: Tensors = dict(model.named_parameters())
+    embedding = params["token_embedding.weight"]
+    if model.config.scale_embeddings:
+        params["token_embedding.weight"] = embedding * math.sqrt(config.d_model)
+    if model.config.norm != config.norm:  # rmsnorm becomes weighted_rmsnorm
+        params["token_embedding.weight"] = model.embedding_norm(params["token_embedding.weight"])
+    if model.config.position != config.position:
+        positions = torch.arange(config.context_length)
+        params["position_embedding.weight"] = sinusoids(positions, config.d_model)
+    if model.config.tie_embeddings != config.tie_embeddings:
+        params["head.weight"] = embedding
+    neutral = {  # norm weights of 1 and biases of 0 change nothing
+        name: torch.full(param.shape, float(name.endswith("norm.weight")))
+        for name, param in cached_meta_model(config).named_parameters()
+    }
+    return neutral | params
 
 
 def to_hf_config(config: ModelConfig, family: Family) -> dict[str, Any]:
@@ -148,6 +141,7 @@ def to_hf_config(config: ModelConfig, family: Family) -> dict[str, Any]:
         "model_type": family.model_type,
         "dtype": "float32",
         "torch_dtype": "float32",  # the key before transformers 4.56
+        "transformers_version": LAYOUT_VERSION,  # without it, readers patch words of 4.57
         **family.fixed,
     }
     for name, keys in family.settings.items():
@@ -159,6 +153,8 @@ def to_hf_config(config: ModelConfig, family: Family) -> dict[str, Any]:
         hf_config.update(dict.fromkeys(keys.split(), value))
     if config.position == "rope":
         hf_config |= rope_to_hf(config)
+    if "n_positions" in hf_config:  # other readers need the older name
+        hf_config["n_ctx"] = config.context_length
     width = max(config.layer_windows) or None
     if family.windows == "one for all layers":
         hf_config["sliding_window"] = width
@@ -183,8 +179,22 @@ def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
     return keys | {"rope_scaling": scaling} if values else keys
 
 
+def model_class(family: Family, source: str) -> Any:
+    """Return the class of transformers of a family, and silence that library.
+
+    Raises UserError, naming the source, if one is not installed.
+    """
+    transformers = import_optional("transformers", source, "hf")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if not hasattr(transformers, family.architecture):
+        problem = f"transformers {transformers.__version__} lacks {family.architecture}"
+        raise UserError(f"{source}: {problem}. Install a newer version.")
+    return getattr(transformers, family.architecture)
+
+
 def from_hf_config(hf_config: Any, source: str) -> tuple[Family, ModelConfig]:
-    """Convert config.json to a family and a ModelConfig. A null unsets a default of the family.
+    """Convert config.json, which transformers completes, to a family and a ModelConfig.
 
     Raises UserError, naming the source, for what ModelConfig cannot represent.
     """
@@ -198,76 +208,56 @@ def from_hf_config(hf_config: Any, source: str) -> tuple[Family, ModelConfig]:
         raise UserError(f"{source}: architectures must be one of {supported} (got {name!r}).")
     if hf_config.get("quantization_config"):
         raise UserError(f"{source}: quantized weights are unsupported. Use the original model.")
-    hf_config = family.defaults | hf_config
+    config_class = model_class(family, source).config_class
+    with wrap_library_errors(f"{source}: transformers cannot read it", Exception, advice="."):
+        hf_config = config_class(**hf_config).to_dict()
     for key, value in family.fixed.items():
-        if hf_config.get(key, value) != value:
+        if hf_config[key] != value:
             raise UserError(f"{source}: {key} must be {value!r} (got {hf_config[key]!r}).")
     supported_values = family.supported_values()
     settings = {setting: values[0] for setting, values in supported_values.items()}
     for setting, keys in family.settings.items():
-        hf_values = [hf_config[key] for key in keys.split() if hf_config.get(key) is not None]
+        hf_values = [hf_config.get(key) for key in keys.split()]
         if setting == "activation":
             hf_values = [FROM_HF_ACTIVATION.get(str(v), f"transformers' {v}") for v in hf_values]
-        if setting == "bias" and any(hf_values) and len(hf_values) < len(keys.split()):
-            hf_values.append(False)  # of the missing key: the next check refuses them
         if len(set(map(str, hf_values))) > 1:
             raise UserError(f"{source}: {keys} must be equal (got {hf_values}).")
-        if hf_values:
+        if hf_values[0] is not None:
             settings[setting] = hf_values[0]
-        elif setting in REQUIRED_SETTINGS:
-            raise UserError(f"{source}: {keys} is missing.")
     for setting, values in supported_values.items():
         if settings[setting] not in values:
             allowed = " or ".join(map(str, values))
             raise UserError(f"{source}: {setting} must be {allowed} (got {settings[setting]!r}).")
     if settings["position"] == "rope":
         settings["rope_base"], settings["rope_scaling"] = read_rope(hf_config, source)
-    num_layers = from_values(ModelConfig, settings, source).num_layers
-    settings["windows"] = read_windows(hf_config, family, num_layers, source)
+    settings["windows"] = read_windows(hf_config, family, source)
     return family, from_values(ModelConfig, settings, source)
 
 
 def read_rope(hf_config: dict[str, Any], source: str) -> tuple[Any, list[Any] | None]:
-    """Read RoPE's base and scaling, in the old or the new form. Raises UserError for others."""
-    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise UserError(f"{source}: RoPE's parameters must be one object (got {rope!r}).")
-    kind = str(rope.get("rope_type", rope.get("type", "default")))
-    defaults = {
-        "rope_theta": 10_000.0,
-        "original_max_position_embeddings": hf_config["max_position_embeddings"],
-    }
-    rope = defaults | hf_config | rope
+    """Read RoPE's base and scaling. Raises UserError for kinds that are not supported."""
+    rope = hf_config["rope_parameters"]
+    kind = "by layer" if any(isinstance(value, dict) for value in rope.values()) else ""
+    kind = kind or str(rope.get("rope_type"))
     if kind not in ROPE_SCALING_KEYS or (rope.get("partial_rotary_factor") or 1) != 1:
         kinds = ", ".join(ROPE_SCALING_KEYS)
-        raise UserError(f"{source}: RoPE must be {kinds}, and of complete heads (got {kind}).")
+        raise UserError(f"{source}: RoPE must be {kinds}, and of complete heads (got {rope}).")
     keys = ("rope_theta", *ROPE_SCALING_KEYS[kind])
-    values = [rope.get(key) for key in keys]
-    if None in values:
-        raise UserError(f"{source}: {kind} RoPE must have {', '.join(keys)} (got {values}).")
-    base, *scaling = values
+    base, *scaling = [rope.get(key) for key in keys]
+    if None in scaling:
+        raise UserError(f"{source}: {kind} RoPE must have {', '.join(keys)} (got {rope}).")
     return base, scaling or None
 
 
-def read_windows(
-    hf_config: dict[str, Any], family: Family, num_layers: int, source: str
-) -> list[int] | None:
+def read_windows(hf_config: dict[str, Any], family: Family, source: str) -> list[int] | None:
     """Read the sliding windows of the layers; None if there are none."""
-    if family.windows == "none":
+    width = hf_config.get("sliding_window")
+    kinds = hf_config.get("layer_types") or []
+    if family.windows == "none" or (width is None and SLIDING_ATTENTION not in kinds):
         return None
-    settings = from_json(WindowSettings, hf_config, source, ignores_others=True)
-    width = settings.sliding_window
-    if width == 0:
-        raise UserError(f"{source}: sliding_window must be at least 1, or null (got 0).")
+    if not width or {*kinds} - {FULL_ATTENTION, SLIDING_ATTENTION}:
+        need = "sliding_window must be at least 1 in layer_types of full and sliding attention"
+        raise UserError(f"{source}: {need} (got {width} in {kinds}).")
     if family.windows == "one for all layers":
-        return [width] if width else None
-    width = width if settings.use_sliding_window else None
-    windows = {FULL_ATTENTION: 0} | ({SLIDING_ATTENTION: width} if width else {})
-    layer_types = settings.layer_types
-    if layer_types is None:
-        first = settings.max_window_layers
-        return [width if layer >= first else 0 for layer in range(num_layers)] if width else None
-    if len(layer_types) != num_layers or not windows.keys() >= {*layer_types}:
-        need = f"list {num_layers} of {' or '.join(windows)}"
-        raise UserError(f"{source}: layer_types must {need} (got {layer_types}).")
-    return [windows[kind] for kind in layer_types] if width else None
+        return [width]
+    return [width if kind == SLIDING_ATTENTION else 0 for kind in kinds]

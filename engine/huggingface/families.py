@@ -84,7 +84,6 @@ class Family:
     settings: dict[str, str] = field(default_factory=lambda: ANY_HEAD_KEYS)
     modules: dict[str, str] = field(default_factory=lambda: LLAMA_MODULES)
     fixed: dict[str, Any] = field(default_factory=dict)  # other keys, with their only value
-    defaults: dict[str, Any] = field(default_factory=dict)  # of keys that config.json may omit
     windows: Literal["none", "one for all layers", "one width or 0 for each layer"] = "none"
     flips_rope: bool = True  # its RoPE rotates in the other direction than model.py
     transposed: bool = False  # matrices of the blocks are (input, output)
@@ -116,14 +115,12 @@ MODEL_FAMILIES: dict[str, Family] = {
         "Qwen3ForCausalLM",
         "qwen3",
         {**GATED_RMS, "bias": (False,)},
-        defaults={"head_dim": 128},
         windows="one width or 0 for each layer",
     ),
     "mistral": Family(
         "MistralForCausalLM",
         "mistral",
         {**GATED_RMS, "qk_norm": (False,), "bias": (False,)},
-        defaults={"num_key_value_heads": 8},
         windows="one for all layers",
     ),
     "gpt2": Family(
@@ -143,7 +140,6 @@ MODEL_FAMILIES: dict[str, Family] = {
             "scale_attn_by_inverse_layer_idx": False,
             "add_cross_attention": False,
         },
-        defaults={"tie_word_embeddings": True},
         flips_rope=False,
         transposed=True,
     ),
@@ -153,7 +149,6 @@ MODEL_FAMILIES: dict[str, Family] = {
         {"activation": ("relu2", "gelu", "relu"), "bias": (False,), "tie_embeddings": (False,)},
         settings={**LLAMA_KEYS, "logit_softcap": "final_logit_softcapping"},
         modules=NANOCHAT_MODULES,
-        defaults={"final_logit_softcapping": 15.0},
         flips_rope=False,
     ),
 }

@@ -1,24 +1,51 @@
 """GGUF, the file format of llama.cpp, from a model in the layout of transformers."""
 
+import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 from torch import Tensor
 
 from engine.core.cli import count_noun, warn
 from engine.core.errors import UserError, import_optional
 from engine.data.tokenizer import Tokenizer
-from engine.data.tokenizer_training import pre_tokenizer_name
+from engine.data.tokenizer_json import SPLIT_PATTERNS, is_byte_level, pattern_of, text_vocab
 from engine.huggingface.convert import ROPE_SCALING_KEYS
 from engine.huggingface.directory import end_token_ids, special_token_ids
+from engine.huggingface.families import Family
 from engine.nn.positions import angles
+from model import ModelConfig
 
-OTHER_CONVERTER = "export without --gguf, and run llama.cpp's convert_hf_to_gguf.py"
 # The activation that llama.cpp computes in each architecture, whatever the file says.
-LLAMA_CPP_ACTIVATIONS = {"llama": "silu", "qwen3": "silu", "qwen2": "silu", "gpt2": "gelu_new"}
+LLAMA_CPP_ACTIVATIONS = {"qwen2": "swiglu", "llama": "swiglu", "qwen3": "swiglu", "gpt2": "gelu"}
+_SPACES_PATTERN = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_SUFFIXES_PATTERN = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER_PATTERN = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER_PATTERN = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+# llama.cpp's name of a pre-tokenizer → the regexes that split text, one after another.
+PRE_TOKENIZERS = {
+    "gpt-2": [SPLIT_PATTERNS["gpt2"]],
+    "llama-bpe": [SPLIT_PATTERNS["llama3"]],
+    "dbrx": [SPLIT_PATTERNS["llama3"]],
+    "qwen2": [SPLIT_PATTERNS["qwen2"]],
+    "smollm": [SPLIT_PATTERNS["smollm"]],
+    "gpt-4o": [
+        rf"{_UPPER_PATTERN}*{_LOWER_PATTERN}+{_SUFFIXES_PATTERN}"
+        rf"|{_UPPER_PATTERN}+{_LOWER_PATTERN}*{_SUFFIXES_PATTERN}"
+        rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES_PATTERN}"
+    ],
+    "deepseek-v3": [
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES_PATTERN}",
+    ],
+}
+IGNORES_MERGES = ("llama-bpe",)  # for words that are tokens
 # Method of GGUFWriter → keys of config.json that have its value.
 SIZE_KEYS = {
     "add_context_length": "n_positions max_position_embeddings",
@@ -34,31 +61,62 @@ SIZE_KEYS = {
 }
 
 
-def check_supported(hf_config: dict[str, Any], tokenizer: Tokenizer) -> None:
+def check_supported(config: ModelConfig, family: Family, tokenizer: Tokenizer) -> None:
     """Raise UserError for a model that llama.cpp would not compute exactly as it is."""
     import_optional("gguf", "--gguf", "gguf")
-    family = hf_config["model_type"]
-    activation = hf_config.get("hidden_act", hf_config.get("activation_function"))
-    default_head_dim = hf_config.get("hidden_size", 0) // hf_config.get("num_attention_heads", 1)
+    name = family.model_type
+    has_other_width = config.head_width * config.num_heads != config.d_model
     problems = {
-        f"--family {family}": family not in LLAMA_CPP_ACTIVATIONS,
-        "--windows": hf_config.get("sliding_window"),
-        "RoPE scaling llama3": rope_type(hf_config) == "llama3" and family != "llama",
-        f"--activation {activation}": activation != LLAMA_CPP_ACTIVATIONS.get(family),
-        "--bias": hf_config.get("mlp_bias"),
-        "--head-dim": family == "qwen2" and hf_config["head_dim"] != default_head_dim,
+        f"--family {name} (supported: {', '.join(LLAMA_CPP_ACTIVATIONS)})": name
+        not in LLAMA_CPP_ACTIVATIONS,
+        f"--windows {config.windows}": any(config.layer_windows),
+        f"RoPE scaling llama3 in {name}": len(config.rope_scaling or ()) > 1 and name != "llama",
+        f"--activation {config.activation}": config.activation != LLAMA_CPP_ACTIVATIONS.get(name),
+        "--head-dim in qwen2 (supported: --family llama)": name == "qwen2" and has_other_width,
     }
     for problem, is_present in problems.items():
         if is_present:
-            problem = f"unsupported {problem} in {family} models"
-            raise UserError(f"--gguf: {problem}. Train without it, or {OTHER_CONVERTER}.")
+            raise UserError(f"--gguf: unsupported {problem}. Train without it.")
     if tokenizer.text_start not in ([], [tokenizer.special_tokens.get(tokenizer.bos_token)]):
         names = tokenizer.decode_bytes(tokenizer.text_start).decode()
         raise UserError(f"--gguf: a text must begin with at most bos_token (got {names}). Omit it.")
-    if pre_tokenizer_name(tokenizer) is None:
-        problem = f"unsupported {tokenizer.kind} tokenizer"
-        fix = "Prepare the text with --tokenizer bpe"
-        raise UserError(f"--gguf: {problem} here. {fix}, or {OTHER_CONVERTER}.")
+    if pre_tokenizer_name(tokenizer.document) is None:
+        problem = f"llama.cpp splits no text as this {tokenizer.kind} tokenizer does"
+        raise UserError(f"--gguf: {problem}. Prepare the text with --tokenizer bpe.")
+
+
+def pre_tokenizer_name(document: dict[str, Any]) -> str | None:
+    """Return llama.cpp's name of a pre-tokenizer with the same ids; None if it has none.
+
+    It applies no normalization. NFC is accepted, as nearly all texts have it.
+    """
+    normalizer = document.get("normalizer") or {}
+    forms = {step.get("type") for step in normalizer.get("normalizers", [normalizer])}
+    if not is_byte_level(document) or not forms <= {None, "NFC"}:
+        return None
+    *splits, last = document["pre_tokenizer"].get("pretokenizers", [{}])
+    regexes = [split.get("pattern", {}).get("Regex", "") for split in splits]
+    regexes = [regex.replace("\r", r"\r").replace("\n", r"\n") for regex in regexes]
+    if pattern := pattern_of(document):
+        regexes = [pattern]
+    elif last.get("use_regex", True):  # the words are split again
+        return None
+    names = [name for name, patterns in PRE_TOKENIZERS.items() if patterns == regexes]
+    ignores = bool(document["model"].get("ignore_merges"))
+    same = [name for name in names if (name in IGNORES_MERGES) == ignores]
+    if names and not same and makes_every_token(document):
+        return names[0]
+    return same[0] if same else None
+
+
+def makes_every_token(document: dict[str, Any]) -> bool:
+    """Return whether the merges alone make every token of a byte-level BPE."""
+    unset = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    model = document["model"] | {"ignore_merges": False}
+    changed = document | unset | {"added_tokens": [], "model": model}
+    runner = tokenizers.Tokenizer.from_str(json.dumps(changed))
+    encodings = runner.encode_batch_fast([*text_vocab(document)])
+    return all(len(encoding.ids) == 1 for encoding in encodings)
 
 
 def rope_type(hf_config: dict[str, Any]) -> str | None:
@@ -180,7 +238,7 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
         is_markup = text in tokenizer.markup
         kinds[number] = gguf.TokenType.USER_DEFINED if is_markup else gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre_tokenizer_name(tokenizer))
+    writer.add_tokenizer_pre(pre_tokenizer_name(tokenizer.document))
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in bpe["merges"]]

@@ -1,21 +1,19 @@
-"""The heads of a model: their weights over a sequence, labels of its tokens, and switches."""
+"""The heads of a model: their weights over a sequence, and labels of its tokens."""
 
 import base64
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
-from engine.data.batches import Mixture
+from engine.data.dataset import Dataset
 from engine.data.split import token_ids
 from engine.data.tokenizer import Tokenizer
 from engine.generation.samples import read_lines
-from engine.report.habits import name_heads
 from model import GPT, Block
 
 SPACE_SYMBOLS = {" ": "·", "\n": "⏎", "\t": "⇥"}
@@ -26,35 +24,19 @@ MAX_CHARACTER_TOKENS = 4  # each is a byte or more of UTF-8
 
 
 @torch.no_grad()
-def attention_by_layer(model: GPT, tokens: Tensor) -> Iterator[Tensor]:
-    """Yield the weights of each layer's heads over one sequence: (T,) ids → L times (H, T, T)."""
+def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
+    """Compute the weights of every head of every layer: (T,) ids → (L, H, T, T)."""
     positions = torch.arange(len(tokens), device=tokens.device)
     x = model.embed(tokens[None], positions)
     rotation = model.rotation(positions)
+    maps = []
     for block in cast(Iterable[Block], model.blocks):
         attention_input = x if block.post_norm else block.attention_norm(x)
         heads = block.attention.heads_with_shared()
-        maps = [head.attention(attention_input, rotation, *shared)[0] for head, *shared in heads]
-        yield torch.stack(maps)
+        weights = [head.attention(attention_input, rotation, *shared)[0] for head, *shared in heads]
+        maps.append(torch.stack(weights))
         x = block(x, rotation)
-
-
-def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
-    """Compute the weights of every head of every layer: (T,) ids → (L, H, T, T)."""
-    return torch.stack([*attention_by_layer(model, tokens)])
-
-
-def switch_off(model: GPT, layer: int, head: int) -> RemovableHandle:
-    """Let a layer's projection ignore one head, both from 1, until the handle is removed."""
-    attention = cast(Block, model.blocks[layer - 1]).attention
-    end = head * model.config.head_width
-
-    def zero_head(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-        x = inputs[0].clone()
-        x[..., end - model.config.head_width : end] = 0
-        return x
-
-    return attention.projection.register_forward_pre_hook(zero_head)
+    return torch.stack(maps)
 
 
 def encode_triangles(maps: Tensor) -> str:
@@ -88,9 +70,9 @@ def shared_character(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, str
     return None
 
 
-def choose_attention_text(data: Mixture, num_tokens: int) -> list[int]:
+def choose_attention_text(data: Dataset, num_tokens: int) -> list[int]:
     """Return ids of validation text that shows what heads do: varied tokens that come again."""
-    examples = itertools.islice(data.datasets[0].val.examples(), NUM_ATTENTION_TEXTS)
+    examples = itertools.islice(data.val.examples(), NUM_ATTENTION_TEXTS)
     texts = [token_ids(example).tolist() for example in examples]
     texts = texts or read_lines(data, NUM_ATTENTION_TEXTS, num_tokens)
     texts = [ids[:num_tokens] for ids in texts]
@@ -98,9 +80,9 @@ def choose_attention_text(data: Mixture, num_tokens: int) -> list[int]:
 
 
 def compute_attention(
-    model: GPT, data: Mixture, max_bytes: int = MAX_ATTENTION_BYTES
+    model: GPT, data: Dataset, max_bytes: int = MAX_ATTENTION_BYTES
 ) -> dict[str, Any]:
-    """Compute attention maps of validation text for the page, and name the heads.
+    """Compute attention maps of validation text for the page.
 
     The more heads there are, the shorter is the text: maps have at most max_bytes. Fewer bytes cut
     the text, and do not choose another.
@@ -112,14 +94,14 @@ def compute_attention(
         return max(2, min(num_tokens, ATTENTION_TOKENS, config.context_length))
 
     ids = choose_attention_text(data, count_tokens(MAX_ATTENTION_BYTES))[: count_tokens(max_bytes)]
-    tokens = torch.tensor(ids)
-    maps = attention_maps(model, tokens.to(next(model.parameters()).device)).float().cpu()
-    texts = [data.tokenizer.decode([token]) for token in ids]
+    device = next(model.parameters()).device
+    maps = attention_maps(model, torch.tensor(ids, device=device)).float().cpu()
     return {
+        "ids": ids,
+        "texts": [data.tokenizer.decode([token]) for token in ids],
         "labels": [token_label(data.tokenizer, token) for token in ids],
         "shared": [shared_character(data.tokenizer, ids[: end + 1]) for end in range(len(ids))],
         "layers": config.num_layers,
         "heads": config.num_heads,
         "weights": encode_triangles(maps),
-        "habits": name_heads(maps.flatten(0, 1), tokens, texts),
     }

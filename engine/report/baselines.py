@@ -4,7 +4,6 @@ import lzma
 
 import numpy as np
 
-from engine.data.batches import Mixture
 from engine.data.dataset import Dataset
 from engine.data.split import Split
 
@@ -12,7 +11,7 @@ MAX_COUNTED_TOKENS = 2**22  # of a split, from its start; in a mixture, of all d
 MAX_COMPRESSED_BYTES = 300_000  # likewise, of validation text; xz takes a tenth of a second
 
 
-def mixture_yardsticks(data: Mixture) -> dict[str, float]:
+def mixture_yardsticks(data: Dataset) -> dict[str, float]:
     """Return the baselines' losses and, of text, "xz_bits_per_byte", weighted as in the mixture."""
     fraction = 1 / len(data.datasets)
     yardsticks = [baseline_losses(dataset, fraction) for dataset in data.datasets]

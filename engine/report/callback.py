@@ -14,18 +14,13 @@ from typing import Any
 import torch
 
 from engine.core.cli import shell_command
-from engine.core.device import usable_memory
 from engine.core.files import atomic_write, read_json, to_json
 from engine.core.settings import flatten
-from engine.data.batches import Mixture
-from engine.data.chats.examples import list_fields
 from engine.data.dataset import Dataset
 from engine.generation.samples import choose_prompts, stream_samples
 from engine.report.attention_maps import compute_attention
 from engine.report.baselines import mixture_yardsticks
 from engine.report.page import collect_run_content, write_page
-from engine.runs.checkpoint import load_model
-from engine.runs.run_files import find_checkpoint
 from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, truncate_records
 from engine.training.config import TrainConfig
 from engine.training.trainer import Callback, Record, Trainer
@@ -38,12 +33,11 @@ LAST_FREE_STEP = 4  # steps up to this one are drawn whatever the time
 MAX_FRAME_BYTES = 30_000  # of attention at a step, before base64: 20 doublings fill 0.8 MB
 MIN_PAGE_SECONDS = 10.0  # between two pages
 MAX_PAGE_TIME = 0.01  # fraction of the run, to write pages
-FIELD_SETTINGS = {"field", "chat_field", "completion_field", "prompt_field"}  # of prepare.py
 TOKENIZER_KEYS = ("tokenizer", "vocab_size", "pattern", "separator")
 
 
 class Report(Callback):
-    """Writes report.html during a run, and about.json and samples.jsonl, which it shows."""
+    """Writes report.html during a run, and about.json, samples and attention, which it shows."""
 
     def __init__(self, config: TrainConfig | None = None):
         """Make the callback of a run with settings as they were typed."""
@@ -53,8 +47,7 @@ class Report(Callback):
         """Drop the samples after the step that is resumed from: they are written again."""
         truncate_records(trainer.config.out / "samples.jsonl", trainer.step)
         truncate_records(trainer.config.out / "attention.jsonl", trainer.step)
-        self.about = describe_environment(trainer, self.config)
-        self.attention: dict[str, Any] | None = None  # of the best checkpoint
+        self.about = describe_run(trainer, self.config)
         self.next_frame = trainer.step + 1  # step at which the attention is recorded next
         self.is_early = trainer.step == 0  # before the first evaluation
         self.early_seconds = 0.0
@@ -87,7 +80,7 @@ class Report(Callback):
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Write that the run is complete, or how to resume it."""
-        if hasattr(self, "attention"):
+        if hasattr(self, "about"):
             is_done = trainer.budget.exhausted and not trainer.failed
             self.write(trainer, "done" if is_done else "stopped")
 
@@ -108,23 +101,18 @@ class Report(Callback):
                 frame = compute_attention(model, trainer.data, MAX_FRAME_BYTES)
                 append_records(config.out / "attention.jsonl", [{"step": step, **frame}])
                 self.next_frame = 2 * step
-            if self.is_early:
-                self.attention = compute_attention(model, trainer.data)
-            elif trainer.is_best or self.attention is None:  # None: the run was resumed
-                if not trainer.is_best:
-                    best = find_checkpoint(config.out)
-                    model = load_model(best, modify_model=trainer.modify_model)
-                self.attention = compute_attention(model, trainer.data)
+            if self.is_early or trainer.is_best:
+                attention = to_json(compute_attention(model, trainer.data))
+                atomic_write(config.out / "attention.json", attention.encode())
 
     def write(self, trainer: Trainer, state: str) -> None:
         """Write about.json and, if there are records, the page; seldom if that takes long."""
         started_at = time.monotonic()
         out = trainer.config.out
-        self.about["state"] = describe_state(trainer, state)
+        self.about["state"] = state_record(trainer, state)
         atomic_write(out / "about.json", to_json(self.about, indent=1).encode())
         if (out / "metrics.jsonl").exists():
-            run = collect_run_content(out) | {"attention": self.attention}
-            write_page([run], out / "report.html")
+            write_page([collect_run_content(out)], out / "report.html")
             seconds = time.monotonic() - started_at
             self.write_at = started_at + max(MIN_PAGE_SECONDS, seconds / MAX_PAGE_TIME)
 
@@ -137,41 +125,39 @@ def default_callbacks(config: TrainConfig) -> list[Callback]:
     return callbacks
 
 
-def describe_environment(trainer: Trainer, config: TrainConfig) -> dict[str, Any]:
+def describe_run(trainer: Trainer, config: TrainConfig) -> dict[str, Any]:
     """Describe a run when it starts: parameters, machine, data, and which settings were typed."""
     device = trainer.dist_ctx.device
     data = trainer.data
     machine = {
         "processor": processor_name(),
         "cores": os.cpu_count(),
-        "memory": f"{usable_memory(torch.device('cpu')) / 2**30:,.0f} GiB",
         "device": str(device),
         "processes": trainer.dist_ctx.size,
         "system": platform.platform(terse=True),
         "Python": platform.python_version(),
         "PyTorch": torch.__version__,
+        "commit": code_commit(),
     }
-    if commit := describe_commit():
-        machine["commit"] = commit
     if device.type == "cuda":
         memory = f"{torch.cuda.get_device_properties(device).total_memory / 2**30:,.0f} GiB"
         machine["GPU"] = f"{torch.cuda.get_device_name(device)}, {memory}"
     defaults = flatten(TrainConfig())
-    typed = [name for name, value in flatten(config).items() if value != defaults[name]]
+    settings = flatten(config)
+    typed = {name: value for name, value in settings.items() if value != defaults[name]}
     about_path = trainer.config.out / "about.json"
     if trainer.step and about_path.exists():  # a resume takes the others from the run
-        changed = {name for change in trainer.changes for name in change}
-        typed = sorted({*read_json(about_path).get("typed", []), *changed} & defaults.keys())
+        changed = {name for change in trainer.changes for name in change} & defaults.keys()
+        typed = read_json(about_path).get("typed", {}) | {name: settings[name] for name in changed}
     baselines = mixture_yardsticks(data)
     return {
         "parameters": trainer.model.num_parameters,
-        "machine": machine,
+        "machine": {name: value for name, value in machine.items() if value},
         "defaults": defaults,
         "typed": typed,
         "is_chat": data.learns_chats,
-        "more_text": suggest_text(trainer),
         "prompts": [*map(data.tokenizer.decode, choose_prompts(data))],
-        "data": describe_data(data),
+        "data": [*map(dataset_facts, data.datasets)],
         "epoch_tokens": data.epoch_tokens,
         "xz_bits_per_byte": baselines.pop("xz_bits_per_byte", None),  # of text
         "baselines": baselines,
@@ -181,35 +167,21 @@ def describe_environment(trainer: Trainer, config: TrainConfig) -> dict[str, Any
     }
 
 
-def suggest_text(trainer: Trainer) -> str:
-    """Return the command that prepares more text, or more examples, for the model."""
-    data = trainer.data
-    origin = data.manifest["origin"]
-    words = ["prepare.py", "TEXT", "MORE_TEXT", *(["--chat"] if data.learns_chats else [])]
-    for name in sorted(FIELD_SETTINGS & origin.keys()):
-        words += [f"--{name.replace('_', '-')}", *list_fields(origin[name])]
-    out = Path(f"{data.path}-more")
-    return shell_command("python", *words, "--out", out, "--tokenizer", trainer.config.out)
-
-
-def describe_data(data: Mixture) -> list[dict[str, Any]]:
-    """Describe each dataset that a run is trained on, with figures as prepare.py prints them."""
-    return [
-        {
-            "dataset": str(dataset.path),
-            "tokens to train on": f"{len(dataset.train):,}",
-            "tokens to validate on": f"{len(dataset.val):,}",
-            "documents": f"{dataset.manifest['statistics']['documents']:,}",
-            "bytes to train on": f"{dataset.manifest['splits']['train']['bytes']:,}",
-            "bytes per token": f"{dataset.bytes_per_token('train'):.2f}",
-        }
-        for dataset in data.datasets
-    ]
+def dataset_facts(dataset: Dataset) -> dict[str, str]:
+    """Return figures of a dataset as prepare.py prints them."""
+    return {
+        "dataset": str(dataset.path),
+        "tokens to train on": f"{len(dataset.train):,}",
+        "tokens to validate on": f"{len(dataset.val):,}",
+        "documents": f"{dataset.manifest['statistics']['documents']:,}",
+        "bytes to train on": f"{dataset.manifest['splits']['train']['bytes']:,}",
+        "bytes per token": f"{dataset.bytes_per_token('train'):.2f}",
+    }
 
 
 def write_samples(
     model: GPT,
-    data: Mixture,
+    data: Dataset,
     step: int,
     seed: int,
     cache_dtype: torch.dtype | None = None,
@@ -236,7 +208,7 @@ def text_origin(dataset: Dataset) -> dict[str, Any]:
     return {key: value for key, value in origin.items() if key not in TOKENIZER_KEYS}
 
 
-def describe_commit() -> str:
+def code_commit() -> str:
     """Return the commit of this code, and whether files differ from it; "" without git."""
     root = Path(__file__).resolve().parents[2]
     command = ["git", "--no-optional-locks", f"--git-dir={root}/.git", f"--work-tree={root}"]
@@ -254,7 +226,7 @@ def processor_name() -> str:
     return match[1] if match else platform.processor() or platform.machine()
 
 
-def describe_state(trainer: Trainer, state: str) -> Record:
+def state_record(trainer: Trainer, state: str) -> Record:
     """Return the state of a run, for about.json."""
     budget = trainer.budget
     progress = budget.progress

@@ -6,8 +6,7 @@ from engine.core.cli import progress_bar
 from engine.data.dataset import Dataset
 
 MIN_PASSAGE_BYTES = 24  # without white space
-MAX_SEARCHED_BYTES = 2**24  # of the training text
-DECODED_CHUNK_TOKENS = 2**18
+MAX_SEARCHED_BYTES = 2**24  # of the training text, approximately
 NON_TEXT_BYTE = b"\xff"  # in place of special tokens; no UTF-8 has this byte
 
 Passages = list[tuple[int, int, str]]  # first character, number of characters, location
@@ -19,39 +18,38 @@ def find_passages(texts: list[str], datasets: Sequence[Dataset]) -> tuple[list[P
     The longest is taken first, then the longest in the rest.
     """
     training_text = b""
-    locations: dict[int, str] = {}  # by the first byte of a chunk
+    locations: dict[int, str] = {}  # by the first byte
     num_searched = 0
-    for number, dataset in enumerate(datasets, 1):
-        for location, pieces in read_chunks(dataset):
+    for dataset in datasets:
+        num_bytes = MAX_SEARCHED_BYTES / len(datasets)
+        num_tokens = min(round(num_bytes / dataset.bytes_per_token("train")), len(dataset.train))
+        num_searched += num_tokens
+        for location, text in read_sources(dataset, num_tokens):
             locations[len(training_text)] = location
-            training_text += b"".join(pieces)
-            num_searched += len(pieces)
-            if len(training_text) >= number * MAX_SEARCHED_BYTES // len(datasets):
-                break
+            training_text += text
     passages: list[Passages] = []
     for text in progress_bar(texts, desc="searching training text"):
         passages.append([])
         for first, passage in sorted(find_longest(text, training_text)):
             position = training_text.index(passage.encode())
-            chunk_start = max(start for start in locations if start <= position)
-            passages[-1].append((first, len(passage), locations[chunk_start]))
+            source_start = max(start for start in locations if start <= position)
+            passages[-1].append((first, len(passage), locations[source_start]))
     return passages, num_searched / sum(len(dataset.train) for dataset in datasets)
 
 
-def read_chunks(dataset: Dataset) -> Iterator[tuple[str, list[bytes]]]:
-    """Yield a source, or the shard if none are listed, and the bytes of each of its next tokens."""
+def read_sources(dataset: Dataset, num_tokens: int) -> Iterator[tuple[str, bytes]]:
+    """Yield the first sources, or shards if none are listed, each with its text."""
     spellings = dict.fromkeys(dataset.tokenizer.special_tokens.values(), NON_TEXT_BYTE)
     train = dataset.manifest["splits"]["train"]
-    end = 0
+    start = 0
     for entry in train["sources"] or train["shards"]:
+        end = min(start + entry["tokens"], num_tokens)
+        ids = dataset.train.read(start, end)[0].tolist() if start < end else []
+        for token in {*ids} - spellings.keys():
+            spellings[token] = dataset.tokenizer.decode_bytes([token])
         location = entry.get("source") or str(dataset.path / entry["file"])
+        yield location, b"".join([spellings[token] for token in ids])
         start = end
-        end += entry["tokens"]
-        for first in range(start, end, DECODED_CHUNK_TOKENS):
-            ids = dataset.train.read(first, min(first + DECODED_CHUNK_TOKENS, end))[0].tolist()
-            for token in {*ids} - spellings.keys():
-                spellings[token] = dataset.tokenizer.decode_bytes([token])
-            yield location, [spellings[token] for token in ids]
 
 
 def find_longest(text: str, training_text: bytes, offset: int = 0) -> Iterator[tuple[int, str]]:

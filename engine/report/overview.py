@@ -13,16 +13,21 @@ from engine.training.trainer import Record
 LOSS_KEYS = ("val_loss", "val_bits_per_byte")
 MIN_CHANGE = 0.005  # of a validation loss, as a fraction, that is not noise
 MIN_GAIN = 0.001  # of one run over another, as a fraction, to call it better
-MIN_COPIED_CHARACTERS = 60  # of a passage that suggests copying
-COPIED_RATIO = 2  # its length beside the longest match of validation text
-MIN_GAP = 0.1  # of validation and training loss, as a fraction, that suggests memorization
+MIN_GAP = 0.1  # between validation and training loss, as a fraction, that suggests memorization
 MAX_USEFUL_EPOCHS = 4  # Muennighoff et al. 2023
 
 
 def summarize(run: Record) -> Record:
     """Return what the first screen shows of a run, besides its state and its best evaluation."""
+    about = run["about"]
+    sentence = ""
+    if {"data", "machine", "parameters"} <= about.keys():
+        names = " and ".join(dataset.get("dataset", "-") for dataset in about["data"])
+        processor = about["machine"].get("GPU") or about["machine"].get("processor", "-")
+        size = f"{about['parameters'] / 1e6:,.2f}M parameters"
+        sentence = f"{size}, trained on {names} with {processor}."
     return {
-        "sentence": describe_run(run),
+        "sentence": sentence,
         "yardsticks": list_yardsticks(run),
         "verdict": judge(run),
         "next": suggest_commands(run),
@@ -83,17 +88,6 @@ def list_cells(run: Record) -> tuple[str, ...]:
     )
 
 
-def describe_run(run: Record) -> str:
-    """Return a sentence: size, data and processor; "" if files are missing."""
-    about = run["about"]
-    if not {"data", "machine", "parameters"} <= about.keys():
-        return ""
-    names = " and ".join(dataset.get("dataset", "-") for dataset in about["data"])
-    machine = about["machine"]
-    processor = machine.get("GPU") or machine.get("processor", "-")
-    return f"{about['parameters'] / 1e6:,.2f}M parameters, trained on {names} with {processor}."
-
-
 def list_yardsticks(run: Record) -> list[tuple[str, float]]:
     """List (name, bits per byte) of baselines, xz and the model, the worst first."""
     best = run["best"]
@@ -107,61 +101,55 @@ def list_yardsticks(run: Record) -> list[tuple[str, float]]:
     return sorted(rows, key=lambda row: row[1], reverse=True)
 
 
-def judge(run: Record) -> list[tuple[str, str, str]]:
-    """List what two evaluations or more say of a run: its problems, or else its progress.
+def judge(run: Record) -> tuple[str, str, str] | None:
+    """Return what two evaluations or more say of a run: its problems, or else its progress.
 
-    Each is "good" or "warning", a sentence, and a command that helps or "". A model that memorizes
-    needs more text, so longer training is not suggested.
+    That is "good" or "warning", sentences, and a command that helps or "". Losses are compared on
+    equal tokens. Longer training is not suggested to a model that needs more text.
     """
     losses, counts = (list_compared(run["validation"], name) for name in ("val_loss", "val_tokens"))
     pairs = zip(losses, counts, strict=True)
     losses = [loss for loss, count in pairs if loss is not None and count == counts[-1]]
     if len(losses) < 2:
-        return []
+        return None
     about = run["about"]
     state = run["state"] or {}
     before, last = losses[-2:]
     lowest = min(losses)
     is_improving = before - last > MIN_CHANGE * before
     num_epochs = run["num_tokens"] / min(about.get("epoch_tokens", [math.inf]))
-    gap = last - mean_training_loss(run["training"], run["validation"]["step"][-1])
-    copied, usual = (run["memorization"] or {}).get("longest", (0, 0))
+    shown = run["validation"]["val_loss"][-1] or last
+    gap = shown - mean_training_loss(run["training"], run["validation"]["step"][-1])
     problems = []
-    if copied >= MIN_COPIED_CHARACTERS and copied > COPIED_RATIO * usual:
-        text = f"{copied} characters in a row, validation text at most {usual}"
-        problems.append(f"Copies its text: {text}.")
     if last > lowest * (1 + MIN_CHANGE):
-        text = f"the loss rose from {lowest:.2f}, of the checkpoint used, to {last:.2f}"
-        problems.append(f"Overfitting: {text}.")
-    if num_epochs > 1 and gap > MIN_GAP * last:
-        text = f"a gap of {gap:.2f} between training and validation loss, {last:.2f}"
-        problems.append(f"Memorizes: {text}. More text narrows it, more steps do not.")
+        problems.append(f"the validation loss rose by {last / lowest - 1:.1%} from its lowest")
+    if num_epochs > 1 and gap > MIN_GAP * shown:
+        problems.append(f"the validation loss is {gap:.2f} above the training loss")
     if num_epochs > MAX_USEFUL_EPOCHS and (problems or not is_improving):
-        text = f"read {num_epochs:.1f} times, and after {MAX_USEFUL_EPOCHS} repeats teach little"
-        problems.append(f"Too little text: {text}.")
+        problems.append(f"the text was read {num_epochs:.1f} times")
     if problems:
-        return [("warning", problem, about.get("more_text", "")) for problem in problems]
+        advice = "More text helps, more steps do not: docs/data.md, My text has grown."
+        return "warning", f"Too little text: {', '.join(problems)}. {advice}", ""
     longer = state.get("longer", "") if state.get("state") == "done" else ""
-    bigram = about.get("baselines", {}).get("bigram", math.inf)
-    if lowest >= bigram:
-        text = f"No better than bigrams, {bigram:.2f}: train longer, or on other data."
-        return [("warning", text, longer)]
+    if lowest >= about.get("baselines", {}).get("bigram", math.inf):
+        text = "No better than the bigram model: train longer, or on other data."
+        return "warning", text, longer
     if is_improving:
-        text = f"Still improving, by {before - last:.3f} since the evaluation before."
-        return [("good", text, longer)]
-    return [("good", "Converged: the last two evaluations are about equal.", "")]
+        text = f"Still improving: the last evaluation's loss is {1 - last / before:.1%} lower."
+        return "good", text, longer
+    return "good", "Converged: the last two evaluations are about equal.", ""
 
 
 def list_compared(validation: Record, name: str) -> list[Any]:
     """List a value of each evaluation; of a last one on more tokens, on those of the others."""
-    missing = {"mean": [None] * len(validation["step"])}
-    curves = [validation.get(key, missing)["mean"] for key in (f"{name}_partial", name)]
+    missing = [None] * len(validation["step"])
+    curves = [validation.get(key, missing) for key in (f"{name}_partial", name)]
     return [value if partial is None else partial for partial, value in zip(*curves, strict=True)]
 
 
 def mean_training_loss(training: Record, step: int) -> float:
     """Return the mean training loss of the last fifth of the steps; NaN without a record."""
-    pairs = zip(training["step"], training["train_loss"]["mean"], strict=True)
+    pairs = zip(training["step"], training["train_loss"], strict=True)
     return fmean([loss for at, loss in pairs if loss and 0.8 * step < at <= step] or [math.nan])
 
 
@@ -171,10 +159,12 @@ def suggest_commands(run: Record) -> list[tuple[str, str]]:
         return []
     folder = Path(run["folder"])
     chat = ["--chat"] if run["about"].get("is_chat") else []
+    siblings = sorted(path.parent for path in folder.parent.glob("*/metrics.jsonl"))
+    sibling = next((path for path in siblings if path.name != folder.name), None)
     commands: dict[str, tuple[object, ...]] = {
         "Look inside": ("sample.py", folder, "--page"),
         "Chat" if chat else "Generate": ("sample.py", folder, *chat),
-        "Compare": ("report.py", folder, "out/OTHER"),
+        **({"Compare": ("report.py", folder, sibling)} if sibling else {}),
         "Export": ("huggingface.py", "export", folder, f"hf/{folder.resolve().name}"),
     }
     return [(title, shell_command("python", *words)) for title, words in commands.items()]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from engine.core.errors import UserError, wrap_library_errors
-from engine.core.files import acquire_lock, atomic_write, find_similar, read_json, to_json
+from engine.core.files import acquire_lock, atomic_write, propose_path, read_json, to_json
 from engine.core.settings import read_toml
 from engine.core.values import convert
 from engine.report.overview import LOSS_KEYS, compare, summarize
@@ -22,6 +22,8 @@ from engine.runs.run_files import check_values, list_checkpoints, read_records
 from engine.training.trainer import Record
 
 WEB_DIR = Path(__file__).with_name("web")
+# What a page may do besides running its own scripts.
+PAGE_POLICY = "worker-src blob:; img-src data:; base-uri 'none'; form-action 'none'"
 MAX_CURVE_POINTS = 400
 MAX_LISTED_RECORDS = 50  # of a run on the page that lists runs, besides evaluations
 MAX_SHOWN_EVALUATIONS = 40  # with their samples
@@ -51,10 +53,11 @@ def collect_run_content(folder: Path, max_lines: int | None = None) -> Record:
     """Return the content of a run's page, from its files. Raises UserError if it has none."""
     settings_path = folder / "config.toml"
     about_path = folder / "about.json"
+    attention_path = folder / "attention.json"
     if not (settings_path.exists() or (folder / "metrics.jsonl").exists()):
-        similar = find_similar(folder, Path("out"), "metrics.jsonl")
-        advice = f"Did you mean {similar}?" if similar else "Give a folder that train.py made."
-        raise UserError(f"{folder}: is not a run. {advice}")
+        fix = "Give a folder that train.py made."
+        fix = propose_path(folder, Path("out"), "metrics.jsonl", fix)
+        raise UserError(f"{folder}: is not a run. {fix}")
     settings = read_toml(settings_path) if settings_path.exists() else {}
     about = convert(read_json(about_path) if about_path.exists() else {}, dict, str(about_path))
     check_values(about | convert(about.get("state", {}), dict, f"{about_path}: state"), about_path)
@@ -85,9 +88,9 @@ def collect_run_content(folder: Path, max_lines: int | None = None) -> Record:
         "settings": settings,
         "about": about,
         "samples": select_samples(read_records(folder / "samples.jsonl"), best_step),
-        # What needs the data or the model, and notes on what is missing.
         "frames": read_records(folder / "attention.jsonl"),  # attention at doublings of the step
-        "attention": None,
+        "attention": read_json(attention_path) if attention_path.exists() else None,  # of the best
+        # What needs the data, and notes on what is missing.
         "memorization": None,
         "notes": [],
     }
@@ -112,7 +115,7 @@ def list_runs(folder: Path) -> list[Record]:
             continue
         run["about"].pop("defaults", None)
         samples = [sample for sample in run["samples"] if sample["step"] == run["best_step"]]
-        runs.append(run | {"name": name, "samples": samples, "frames": []})
+        runs.append(run | {"name": name, "samples": samples, "frames": [], "attention": None})
     return runs
 
 
@@ -121,15 +124,13 @@ def read_values(records: Sequence[Record], key: str) -> np.ndarray:
     return np.array([record.get(key) for record in records], np.float64)
 
 
-def downsample(values: np.ndarray) -> dict[str, list[float | None]]:
-    """Average runs of finite values, with minima and maxima, to at most MAX_CURVE_POINTS."""
+def downsample(values: np.ndarray) -> list[float | None]:
+    """Average runs of finite values to at most MAX_CURVE_POINTS; None without one."""
     stride = max(1, math.ceil(len(values) / MAX_CURVE_POINTS))
     if stride == 1:  # NumPy's masked arrays take a millisecond
-        return {"mean": [value if math.isfinite(value) else None for value in values.tolist()]}
+        return [value if math.isfinite(value) else None for value in values.tolist()]
     padded = np.pad(values, (0, -len(values) % stride), constant_values=math.nan)
-    groups = np.ma.masked_invalid(padded.reshape(-1, stride))
-    columns = {"mean": groups.mean(1), "min": groups.min(1), "max": groups.max(1)}
-    return {name: column.tolist() for name, column in columns.items()}  # None where masked
+    return np.ma.masked_invalid(padded.reshape(-1, stride)).mean(1).tolist()
 
 
 def make_curves(
@@ -142,7 +143,7 @@ def make_curves(
     for name, key in AXIS_KEYS.items():
         values = np.append(0, read_values(training, key))
         axis = steps if name == "step" else np.interp(steps, training_steps, values)
-        curves[name] = downsample(axis)["mean"]
+        curves[name] = downsample(axis)
     return curves | {name: downsample(read_values(records, name)) for name in names}
 
 
@@ -155,34 +156,29 @@ def select_samples(samples: Sequence[Record], best_step: int | None = None) -> l
     return [sample for sample in samples if sample["step"] in shown | {best_step}]
 
 
-def content_security_policy(page: str) -> str:
-    """Return directives that allow only the page's own scripts and styles, by their hashes."""
-    hashes = {"style": "", "script": ""}
-    for kind, content in re.findall(r"<(style|script)>(.*?)</\1>", page, re.DOTALL):
-        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        hashes[kind] += f" 'sha256-{digest}'"
-    return f"default-src 'none'; style-src{hashes['style']}; script-src{hashes['script']}"
+def fill_template(name: str, data: Any, **values: str) -> str:
+    """Return a page's template with its scripts and style sheets, with data and with values in it.
 
-
-def read_template(name: str) -> str:
-    """Read a page's template, with its style sheets and scripts in it."""
+    Its policy allows only these scripts and styles, by their hashes: a run's text may contain some.
+    """
     template = (WEB_DIR / name).read_text(encoding="utf-8")
     for asset in re.findall(r"\{\{([\w.]+\.(?:css|js|LICENSE))\}\}", template):
         content = (WEB_DIR / asset).read_text(encoding="utf-8")
         template = template.replace(f"{{{{{asset}}}}}", content)
-    return template
+    hashes = {"style": "", "script": ""}
+    for kind, content in re.findall(r"<(style|script)>(.*?)</\1>", template, re.DOTALL):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        hashes[kind] += f" 'sha256-{digest}'"
+    policy = f"default-src 'none'; style-src{hashes['style']}; script-src{hashes['script']}"
+    values["policy"] = f"{policy}; {PAGE_POLICY}"
+    # A folder's name may not be UTF-8.
+    values["data"] = to_json(data).replace("<", "\\u003c").encode(errors="replace").decode()
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
 
 
 def write_page(runs: Sequence[Record], path: Path, is_list: bool = False) -> None:
-    """Write the page of a run, of several to compare, or of a list of runs.
-
-    Its policy allows only the template's scripts and styles, because a run's text may contain some.
-    """
-    template = read_template("report.html")
+    """Write the page of a run, of several to compare, or of a list of runs."""
     shown: dict[str, Any] = {"runs": runs, "winner": None, "is_list": is_list}
     if not is_list:
         shown |= {"runs": [run | summarize(run) for run in runs], "winner": compare(runs)}
-    data = to_json(shown).replace("<", "\\u003c")
-    page = template.replace("{{policy}}", content_security_policy(template))
-    page = page.replace("{{data}}", data)
-    atomic_write(path, page.encode(errors="replace"))  # a folder's name may not be UTF-8
+    atomic_write(path, fill_template("report.html", shown).encode())

@@ -7,16 +7,17 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt, Le
 
 from engine.core.cli import say, shell_command, warn
 from engine.core.errors import UserError
-from engine.core.files import find_similar
-from engine.core.settings import read_toml
+from engine.core.files import propose_path, read_json
+from engine.core.settings import check_flags, read_toml
 from engine.core.values import Seconds, convert
 from engine.data.tokenizer import load_tokenizer
+from engine.generation.sampling import TextOptions
 from engine.generation.text_batch import initial_tokens
 from engine.generation.text_generator import TextGenerator
 from engine.runs.checkpoint import Checkpoint, open_checkpoint, rank_evaluations, read_state
@@ -30,13 +31,20 @@ NUMBER_KEYS += "val_score xz_bits_per_byte"
 VALUE_TYPES: dict[str, Any] = {
     **dict.fromkeys(("parameters", "seconds", "step", "tokens"), Seconds),
     **dict.fromkeys(NUMBER_KEYS.split(), float | None),
-    **dict.fromkeys(("longer", "more_text", "prompt", "resume"), str),
-    **dict.fromkeys(("defaults", "machine"), dict[str, Any]),
+    **dict.fromkeys(("longer", "prompt", "resume"), str),
+    **dict.fromkeys(("defaults", "machine", "typed"), dict[str, Any]),
     "baselines": dict[str, float],
     "data": list[dict[str, str]],
     "epoch_tokens": list[Annotated[float, Gt(0)]],
     "state": Literal["training", "done", "stopped"],
-    "typed": list[str],
+}
+
+SAMPLING_FILE = "generation_config.json"  # of an import, in its folder: as in transformers
+SAMPLING_TYPES: dict[str, Any] = {
+    "temperature": Annotated[float | None, Ge(0)],
+    "top_k": Annotated[int | None, Ge(0)],
+    "top_p": Annotated[float | None, Ge(0), Le(1)],
+    "repetition_penalty": Annotated[float | None, Ge(0.01), Le(100)],
 }
 
 
@@ -102,8 +110,7 @@ def find_base(checkpoint: Checkpoint, path: Path | None = None) -> Checkpoint | 
     """
     reference = checkpoint.state.base
     if reference is None:
-        if path:
-            raise UserError(f"--base: {checkpoint.path} has no base model. Leave it out.")
+        check_flags([("--base", path, False, f"a LoRA run (got {checkpoint.path})")])
         return None
     path = path or Path(reference.path)
     fix = "Name its base model with --base DIRECTORY."
@@ -121,7 +128,18 @@ def make_generator(
     """Return the model of a checkpoint with its tokenizer, to generate text."""
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     start = initial_tokens(tokenizer, checkpoint.state.documents)
-    return TextGenerator(model, tokenizer, start, checkpoint.is_chat_model, should_quantize)
+    sampling = read_sampling(checkpoint.path)
+    is_chat_model = checkpoint.is_chat_model
+    return TextGenerator(model, tokenizer, start, is_chat_model, should_quantize, sampling=sampling)
+
+
+def read_sampling(folder: Path) -> TextOptions:
+    """Return the sampling that a model recommends, in its folder; {}: none."""
+    path = folder / SAMPLING_FILE
+    values = read_json(path) if path.is_file() else {}
+    check_values(values, path, SAMPLING_TYPES)
+    known_values = {name: values.get(name) for name in SAMPLING_TYPES}
+    return cast(TextOptions, {name: x for name, x in known_values.items() if x is not None})
 
 
 def explain_missing_checkpoint(path: Path) -> str:
@@ -132,10 +150,10 @@ def explain_missing_checkpoint(path: Path) -> str:
     if (path / "config.json").is_file():
         command = shell_command("python", "huggingface.py", "import", path, f"out/{name}")
         return f"is a model of transformers. Import it: {command}"
-    if similar := find_similar(path, Path("out"), "checkpoints/step-*"):
-        return f"contains no checkpoint. Did you mean {similar}?"
     flags = ("--data", Path("data", name), "--out", Path("out", name))
-    return f"contains no checkpoint. Train one with: {shell_command('python', 'train.py', *flags)}"
+    advice = f"Train one with: {shell_command('python', 'train.py', *flags)}"
+    fix = propose_path(path, Path("out"), "checkpoints/step-*", advice)
+    return f"contains no checkpoint. {fix}"
 
 
 def read_records(path: Path, max_lines: int | None = None) -> list[dict[str, Any]]:

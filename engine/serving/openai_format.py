@@ -3,18 +3,22 @@
 Source: the API reference of OpenAI, "Completions" and "Chat completions".
 """
 
+import functools
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, cast
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Le, Len, Lt
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import to_json
 
+from engine.core.cli import warn
 from engine.core.errors import UserError
-from engine.core.settings import from_values
 from engine.data.chats.chat_template import RENDERED_NAMES
 from engine.data.tokenizer import Tokenizer
+from engine.generation.sampling import TextOptions
 from engine.generation.text_batch import Token
 from engine.generation.text_stream import TextStream
 
@@ -23,9 +27,11 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_TEXTS = 16
 MAX_STOP_CHARACTERS = 200  # of a text
 MAX_MESSAGE_CHARACTERS = 200
-# Arguments that do not change the text.
-IGNORED_ARGUMENTS = {"user", "metadata", "store", "service_tier", "safety_identifier"}
-IGNORED_ARGUMENTS |= {"prompt_cache_key", "parallel_tool_calls"}
+SAMPLING_ARGUMENTS = "temperature top_p min_p repetition_penalty frequency_penalty presence_penalty"
+# Arguments that do not change the text; a warning names those whose users expect that they do.
+SILENT_ARGUMENTS = {"user", "metadata", "store", "service_tier", "safety_identifier"}
+SILENT_ARGUMENTS |= {"prompt_cache_key", "parallel_tool_calls"}
+WARNED_ARGUMENTS = {"reasoning_effort", "verbosity", "prediction"}
 # Unsupported arguments, and the value that changes nothing, as does an empty one unless it is true.
 NEUTRAL_VALUES: dict[str, Any] = {
     "best_of": 1,
@@ -34,6 +40,14 @@ NEUTRAL_VALUES: dict[str, Any] = {
     "modalities": ["text"],
     "function_call": "none",
 }
+Ids = Annotated[list[int], Len(1)]
+Penalty = Annotated[float, Ge(-2), Le(2)]
+StopText = Annotated[str, Len(1, MAX_STOP_CHARACTERS)]
+StopTexts = Annotated[
+    tuple[StopText, ...],
+    Len(0, MAX_STOP_TEXTS),
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else (value,)),
+]
 
 
 @dataclass(eq=False)
@@ -57,34 +71,63 @@ class ApiError(Exception):
 class Settings:
     """The arguments common to completions and chats."""
 
+    __pydantic_config__ = ConfigDict(strict=True, allow_inf_nan=False)
+
     model: str = ""  # of any name, since many clients have a fixed one: the answer has ours
     max_tokens: Annotated[int, Ge(-1)] = -1  # -1: as many as fit the context
     temperature: Annotated[float, Ge(0), Le(2)] = 1.0
-    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    top_p: Annotated[float, Ge(0), Le(1)] = 1.0
     top_k: Annotated[int, Ge(-1)] = 0  # 0 and -1: all
     min_p: Annotated[float, Ge(0), Le(1)] = 0.0
     repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = 1.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
     seed: Annotated[int, Ge(-(2**63)), Lt(2**63)] = -1  # -1: a random one
-    stop: tuple[str, ...] = ()
+    stop: StopTexts = ()
     n: Annotated[int, Ge(1), Le(MAX_TEXTS)] = 1
     stream: bool = False
     stream_options: dict = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        has_fitting_texts = all(0 < len(text) <= MAX_STOP_CHARACTERS for text in self.stop)
-        if len(self.stop) > MAX_STOP_TEXTS or not has_fitting_texts:
-            limit = f"{MAX_STOP_TEXTS} texts of 1 to {MAX_STOP_CHARACTERS} characters"
-            raise UserError(f"stop: must be at most {limit}")
+    @property
+    def limit(self) -> int:
+        """The maximum number of new tokens; -1: as many as fit the context."""
+        return self.max_tokens
+
+    @property
+    def sampling(self) -> TextOptions:
+        """The options of sampling, without the seed."""
+        options = {name: getattr(self, name) for name in SAMPLING_ARGUMENTS.split()}
+        return cast(TextOptions, {**options, "top_k": max(0, self.top_k)})
 
 
 @dataclass(frozen=True)
 class CompletionSettings(Settings):
-    """The arguments of /v1/completions, except the prompt."""
+    """The arguments of /v1/completions."""
 
+    prompt: str | Ids | Annotated[list[str | Ids], Len(1)] = field(default_factory=list)
     max_tokens: Annotated[int, Ge(-1)] = 16  # as in OpenAI's API
     echo: bool = False
     parse_special: bool = False  # read the names of special tokens in the prompt as these tokens
     logprobs: Annotated[int | None, Ge(0), Le(MAX_TOP_LOGPROBS)] = None
+    prompt_name = "prompt"
+
+    def __post_init__(self) -> None:
+        if not self.prompt and self.prompt != "":
+            raise UserError("prompt: must be a text, a list of ids, or a list of these")
+        num_texts = len(self.prompts) * self.n
+        if num_texts > MAX_TEXTS:
+            name = "n" if self.n > 1 else "prompt"
+            raise UserError(f"{name}: at most {MAX_TEXTS} texts in a request (got {num_texts:,})")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, of which a single one need not be in a list."""
+        is_single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_single else self.prompt  # type: ignore
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 @dataclass(frozen=True)
@@ -100,9 +143,19 @@ class ChatSettings(Settings):
     tool_choice: Literal["auto", "none"] = "auto"
     logprobs: bool = False
     top_logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] = 0
+    prompt_name = "messages"
+    echo = False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def limit(self) -> int:
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not self.messages:
             raise UserError("messages: must be a nonempty list of messages")
         for number, message in enumerate(self.messages, 1):
@@ -119,7 +172,6 @@ class ChatSettings(Settings):
 
 
 AnySettings = CompletionSettings | ChatSettings
-SettingsType = TypeVar("SettingsType", CompletionSettings, ChatSettings)
 
 
 def shorten(value: Any) -> str:
@@ -128,48 +180,39 @@ def shorten(value: Any) -> str:
     return text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[:MAX_MESSAGE_CHARACTERS]}…"
 
 
-def read_settings(cls: type[SettingsType], body: dict[str, Any]) -> SettingsType:
+find_validator: Any = functools.cache(TypeAdapter)  # building one takes milliseconds
+
+
+@functools.cache
+def warn_of_ignored(name: str) -> None:
+    """Warn once that requests have an argument on which no answer depends."""
+    warn(f"{name} in requests: ignored, as no answer depends on it")
+
+
+def read_settings(cls: type[AnySettings], body: dict[str, Any], defaults: TextOptions) -> Any:
     """Return the settings of a request. Raises ApiError, which names the argument.
 
     An argument that is null counts as left out.
     """
+    values = {name: value for name, value in body.items() if value is not None}
     names = {field.name for field in fields(cls)}
-    for name, value in body.items():
-        neutral = NEUTRAL_VALUES.get(name)
-        is_neutral = value in (None, neutral) or (not value and neutral is not True)
-        if not is_neutral and name not in names | IGNORED_ARGUMENTS:
+    for name in values.keys() - names - SILENT_ARGUMENTS:
+        value = values.pop(name)
+        if name in WARNED_ARGUMENTS:
+            warn_of_ignored(name)
+        elif value != (neutral := NEUTRAL_VALUES.get(name)) and (value or neutral is True):
             param = shorten(name)
             raise ApiError(f"{param}: not supported (got {shorten(value)})", param=param)
-    values = {name: value for name, value in body.items() if name in names and value is not None}
     try:
-        return from_values(cls, values, "")
-    except UserError as error:
-        _, name, problem = str(error).split(": ", 2)
-        param = name.removeprefix("--").replace("-", "_")
-        raise ApiError(f"{param}: {shorten(problem)}", param=param) from None
-
-
-def read_prompts(
-    prompt: Any, tokenizer: Tokenizer, encode: Callable[[str], list[int]]
-) -> list[list[int]]:
-    """Return the ids of each prompt: a text, ids, or a list of one of these. Raises ApiError."""
-    is_single = not isinstance(prompt, list) or all(type(item) is int for item in prompt)
-    prompts = [prompt] if is_single else prompt
-    valid_ids = tokenizer.text_ids.union(tokenizer.special_tokens.values())
-    encoded = []
-    try:
-        for item in prompts[: MAX_TEXTS + 1]:  # more are refused
-            if isinstance(item, str):
-                encoded.append(encode(item))
-            elif isinstance(item, list) and item and all(type(token) is int for token in item):
-                if unknown := {*item} - valid_ids:
-                    raise UserError(f"the tokenizer has no id {shorten(min(unknown))}")
-                encoded.append(item)
-            else:
-                raise UserError("must be a string, a list of token ids, or a list of these")
-    except UserError as error:
-        raise ApiError(f"prompt: {error}", param="prompt") from None
-    return encoded
+        return find_validator(cls).validate_json(to_json({**defaults, **values}))
+    except ValidationError as error:
+        mistake = error.errors(include_url=False)[0]
+        param = str(mistake["loc"][0])
+        problem = mistake["msg"].replace("Input should", "must")
+        value = shorten(mistake["input"])
+        raise ApiError(f"{param}: {problem} (got {value})", param=param) from None
+    except UserError as error:  # of a __post_init__
+        raise ApiError(str(error), param=str(error).partition(":")[0]) from None
 
 
 @dataclass
@@ -178,23 +221,36 @@ class AnswerFormat:
 
     model: str
     tokenizer: Tokenizer
-    is_chat: bool
-    has_logprobs: bool
-    is_stream: bool
+    settings: AnySettings
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.settings, ChatSettings)
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.settings.num_logprobs is not None
 
     def answer(self, choices: Sequence[dict[str, Any]], **usage: Any) -> dict[str, Any]:
         """Return an answer, or a chunk of one."""
         kind = "chat.completion" if self.is_chat else "text_completion"
         return {
             "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.id}",
-            "object": f"{kind}.chunk" if self.is_chat and self.is_stream else kind,
+            "object": f"{kind}.chunk" if self.is_chat and self.settings.stream else kind,
             "created": self.created,
             "model": self.model,
             "choices": choices,
             **usage,
         }
+
+    def count_tokens(self, streams: Sequence[TextStream]) -> dict[str, int]:
+        """Return the usage of an answer; a prompt counts once for all of its choices."""
+        prompt = sum(len(stream.prompt) for stream in streams[:: self.settings.n])
+        completion = sum(len(stream.new_ids) for stream in streams)
+        counts = {"prompt_tokens": prompt, "completion_tokens": completion}
+        return {**counts, "total_tokens": prompt + completion}
 
     def choice(
         self, index: int, tokens: Sequence[Token], ended: TextStream | None, is_first: bool = True
@@ -206,7 +262,7 @@ class AnswerFormat:
             role = {"role": "assistant"} if is_first else {}
             delta = {**role, "content": text} if tokens or is_first else {}
             message = {**role, "content": text, "refusal": None}
-            content = {"delta": delta} if self.is_stream else {"message": message}
+            content = {"delta": delta} if self.settings.stream else {"message": message}
         list_logprobs = self.chat_logprobs if self.is_chat else self.text_logprobs
         logprobs = list_logprobs(tokens) if self.has_logprobs and tokens else None
         reason = ended and ("length" if ended.hit_token_limit else "stop")

@@ -199,8 +199,6 @@ def print_summary(trainer: Trainer) -> None:
         f"{loss:.4f} nats per token, perplexity {best['val_perplexity']:.2f}, "
         f"{best['val_bits_per_byte']:.4f} bits per byte."
     )
-    if explanation := trainer.data.explain_loss(loss):
-        trainer.say(explanation)
     if "val_score" in best:
         trainer.say(f"Score: {describe_score(best)}.")
     if not trainer.is_best:
@@ -229,7 +227,7 @@ def print_paths(trainer: Trainer) -> None:
     words: list[object] = ["python", "sample.py", out]
     if trainer.data.learns_chats:
         words.append("--chat")
-    elif trainer.data.datasets[0].val.num_examples:
+    elif trainer.data.val.num_examples:
         prompt = trainer.data.tokenizer.decode(choose_prompts(trainer.data)[0])
         words.append(f"--prompt={prompt}")
     say(f"More samples: {shell_command(*words)}")
@@ -238,7 +236,7 @@ def print_paths(trainer: Trainer) -> None:
 def stream_final_sample(trainer: Trainer) -> Iterator[str]:
     """Stream the first prompt of the run's samples, and the text that the model writes after it."""
     prompt, *_ = choose_prompts(trainer.data)
-    is_example = trainer.data.datasets[0].val.num_examples > 0
+    is_example = trainer.data.val.num_examples > 0
     yield trainer.data.tokenizer.decode(prompt) + (" → " if is_example else "")
     seed = trainer.config.seed
     with trainer.passes.decoder() as (model, dtype):

@@ -1,18 +1,22 @@
 """Every setting of a training run, as a user types it and as the run has it."""
 
+import contextlib
+import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
 from engine.core.cli import shell_command
 from engine.core.device import choose_dtype
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
-from engine.core.settings import build, load_settings, read_toml
+from engine.core.settings import build, check_flags, load_settings, read_toml
 from engine.core.values import field_values
 from engine.data.batches import dataset_paths
 from engine.data.dataset import dataset_name
@@ -100,6 +104,8 @@ class TrainConfig(CommonConfig):
 
     # A file or folder of text instead of --data, to prepare first: python prepare.py TEXT.
     text: str = ""
+    # With a folder as TEXT: as in prepare.py; the flag may be repeated.
+    glob: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     # The run directory, for checkpoints, metrics and pictures. None: out/NAME for --data data/NAME.
     out: Path | None = None
     # Number of layers and of heads, and width / 64. None: chosen from --minutes or --steps.
@@ -195,6 +201,11 @@ class RunConfig(CommonConfig):
         return self.micro_batch_size or self.batch_size // dist_ctx.size
 
 
+MAX_SETTINGS_BYTES = 2**14  # of a file of settings of another trainer
+YAML_PATTERN = r" *(- )?[\w.-]+:( .*)?| *- .*|---"
+# Suffix of settings of another trainer → what each line is.
+SETTINGS_PATTERNS = {".py": r"\w+ *=[^=]*", ".json": "", ".yaml": YAML_PATTERN}
+SETTINGS_PATTERNS[".yml"] = YAML_PATTERN
 # What a folder of a run, a checkpoint or a dataset has, and the flag for it.
 FOLDER_FLAGS = {"checkpoints": "--init-from", "state.json": "--init-from"}
 FOLDER_FLAGS |= {"train-00000.npy": "--data"}
@@ -213,8 +224,11 @@ def load_config(arguments: Sequence[str]) -> TrainConfig:
     name = arguments[0] if arguments and not arguments[0].startswith("-") else ""
     for file, flag in FOLDER_FLAGS.items():
         if name and Path(name, file).exists():
-            raise UserError(f"{name}: is a folder. Did you mean {shell_command(flag, name)}?")
+            raise UserError(f"{name}: is not a text. Use {shell_command(flag, name)} instead.")
     flags = {argument.partition("=")[0] for argument in arguments}
+    if name and has_settings(Path(name)):
+        advice = f"To train on this file as text: {shell_command('python', 'prepare.py', name)}"
+        raise UserError(f"{name}: must be TOML, as in config/, to hold settings. {advice}.")
     if name and not name.lower().endswith(".toml"):
         arguments = ["--text", *arguments]
     elif "--resume" in flags and not (name or flags & {"--data", "--out"}):
@@ -224,34 +238,51 @@ def load_config(arguments: Sequence[str]) -> TrainConfig:
     if config.may_resume and path.exists() and list_checkpoints(config.out_path):
         recorded = {**read_toml(path), "out": str(config.out_path)}
         config = load_settings(TrainConfig, arguments, recorded)
-    check_flags(config, flags)
+    check_config(config, flags)
     return config
 
 
-def check_flags(config: TrainConfig, flags: set[str]) -> None:
+def has_settings(path: Path) -> bool:
+    """Return whether a small file has settings of another trainer, in Python, YAML or JSON."""
+    suffix = path.suffix.lower()
+    if suffix not in SETTINGS_PATTERNS or not path.is_file():
+        return False
+    if path.stat().st_size > MAX_SETTINGS_BYTES:
+        return False
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if suffix == ".json":
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(text)
+            return isinstance(value, dict) and "text" not in value and "[{" not in text
+        return False
+    lines = [line for line in text.splitlines() if line.strip(" #") and not line.startswith("#")]
+    return bool(lines) and all(re.fullmatch(SETTINGS_PATTERNS[suffix], line) for line in lines)
+
+
+def check_config(config: TrainConfig, flags: set[str]) -> None:
     """Raise UserError for a flag that has no effect with the other settings.
 
     A file may have such settings: a flag may make them useless.
     """
     model = config.model
     optimizer = config.optimizer
-    is_full = not config.lora_rank
+    has_lora = config.lora_rank > 0
+    has_muon = optimizer.optimizer == "muon"
     rules = [
-        (bool(config.text), "with a text", "--data"),
-        (is_full, "without --lora-rank", "--frozen-dtype --train-tokens --no-train-tokens --base"),
-        (config.lora_rank > 0, "with --lora-rank, which AdamW trains", "--optimizer --momentum"),
-        (not config.may_resume, "without --resume", "--base"),
-        (not config.score, "without --score", "--score-examples"),
-        (optimizer.optimizer != "muon", "without --optimizer muon", "--momentum"),
-        (optimizer.decay == "inverse_sqrt", "with that --decay", "--final-learning-rate"),
-        (model.tie_embeddings, "with --tie-embeddings", "--embedding-rate"),
-        (model.position != "rope", "without --position rope", "--rope-base --rope-scaling"),
-        ("--depth" in flags, "with --depth", "--num-layers --num-heads --d-model"),
+        ("--data", not config.text, "no text as the first word"),
+        ("--glob", config.text, "a folder of text as the first word"),
+        ("--frozen-dtype --train-tokens --no-train-tokens --base", has_lora, "--lora-rank"),
+        ("--optimizer --momentum", not has_lora, "no --lora-rank, which AdamW trains"),
+        ("--base", config.may_resume, "--resume"),
+        ("--score-examples", config.score, "--score"),
+        ("--momentum", has_muon, "--optimizer muon"),
+        ("--final-learning-rate", optimizer.decay != "inverse_sqrt", "another --decay"),
+        ("--embedding-rate", not model.tie_embeddings, "no --tie-embeddings"),
+        ("--rope-base --rope-scaling", model.position == "rope", "--position rope"),
+        ("--num-layers --num-heads --d-model", "--depth" not in flags, "no --depth"),
     ]
-    for is_useless, cause, names in rules:
-        for flag in flags.intersection(names.split()):
-            if is_useless:
-                raise UserError(f"{flag}: has no effect {cause}. Leave it out.")
+    for names, is_met, need in rules:
+        check_flags((flag, flag in flags, is_met, need) for flag in names.split())
 
 
 def set_values(config: TrainConfig | RunConfig) -> dict[str, Any]:

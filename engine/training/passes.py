@@ -24,7 +24,8 @@ from engine.core.device import (
 )
 from engine.core.distributed import DistributedContext
 from engine.core.sharding import gradient_sync
-from engine.data.batches import Mixture, inputs_and_targets
+from engine.data.batches import inputs_and_targets
+from engine.data.dataset import Dataset
 from engine.data.split import EVALUATION_BATCH_TOKENS, PADDING_TOKEN, Split
 from engine.nn.acceleration import (
     Acceleration,
@@ -48,7 +49,7 @@ NUM_COMPARED_STEPS = 4  # of a small model
 class Passes:
     """The passes of a model through micro-batches, in training and in evaluation."""
 
-    def __init__(self, model: GPT, config: RunConfig, dist_ctx: DistributedContext, data: Mixture):
+    def __init__(self, model: GPT, config: RunConfig, dist_ctx: DistributedContext, data: Dataset):
         """Prepare passes of a model, whose weights may be set later."""
         self.model = model
         self.config = config
@@ -111,7 +112,7 @@ class Passes:
             else:
                 torch.autograd.grad(loss, self.gradients.params, allow_unused=True)
         with self.budget.pause(), self.evaluating():
-            split = self.data.datasets[0].val
+            split = self.data.val
             self.loss(self.model, *next(self.evaluation_batches(split)))
 
     @contextlib.contextmanager
@@ -296,7 +297,7 @@ def describe_difference(
 
 
 def describe_update_difference(
-    config: RunConfig, dist_ctx: DistributedContext, data: Mixture
+    config: RunConfig, dist_ctx: DistributedContext, data: Dataset
 ) -> str:
     """Compare captured steps with plain ones; return "" if they capture and weights are equal.
 

@@ -12,17 +12,17 @@ from engine.core.cli import count_noun, warn
 from engine.core.device import choose_dtype
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
-from engine.core.settings import build, flatten, from_values
+from engine.core.settings import build, check_flags, flatten, from_values
 from engine.core.values import convert
 from engine.data import batches
-from engine.data.batches import Mixture
 from engine.data.chats.chat import turn_ends
+from engine.data.dataset import Dataset
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
-from engine.generation.prompt_file import encode_lines, read_lines
-from engine.generation.scores import Question, example_questions, select_evenly
+from engine.generation.prompt_file import read_lines
+from engine.generation.scores import Question, encode_questions, example_questions, select_evenly
 from engine.generation.text_batch import initial_tokens
-from engine.generation.text_generator import DEFAULT_NEW_TOKENS, TextGenerator
+from engine.generation.text_generator import TextGenerator
 from engine.runs.checkpoint import Checkpoint, RunState
 from engine.training.config import (
     CHANGEABLE_SETTINGS,
@@ -45,13 +45,13 @@ MAX_CHOSEN_CONTEXT = 1024  # longer examples of a base model fit too
 
 def resolve(
     config: TrainConfig,
-    data: Mixture,
+    data: Dataset,
     dist_ctx: DistributedContext,
     started_at: float,
     checkpoint: Checkpoint | None,
     base: Checkpoint | None,
-    measure: Callable[[RunConfig, Mixture], float],
-) -> tuple[RunConfig, Mixture]:
+    measure: Callable[[RunConfig, Dataset], float],
+) -> tuple[RunConfig, Dataset]:
     """Return the settings of a run, equal on all ranks, and its data without too long examples.
 
     What is typed wins; else what the resumed run recorded or the base model has, then a size that
@@ -94,18 +94,19 @@ def resolve(
     return run_config, data
 
 
-def check_text_settings(config: RunConfig, data: Mixture) -> None:
+def check_text_settings(config: RunConfig, data: Dataset) -> None:
     """Raise UserError for a setting of examples, or of documents, that the data does not have."""
-    if config.long_examples == "cut" and not data.longest_example:
-        raise UserError(f"--long-examples: {data.path} has text, not examples. Leave it out.")
+    masks = config.document_mask
     has_documents = not data.longest_example and data.document_start is not None
-    if config.document_mask and not has_documents:
-        raise UserError(f"--document-mask: {data.path} has no document token. Leave it out.")
-    if config.document_mask and config.model.attention == "loop":
-        raise UserError("--document-mask: unsupported with --attention loop. Leave one out.")
+    rules = [
+        ("--long-examples", config.long_examples == "cut", data.longest_example, "examples"),
+        ("--document-mask", masks, has_documents, "text with a document token"),
+        ("--document-mask", masks, config.model.attention != "loop", "--attention fused"),
+    ]
+    check_flags(rules)
 
 
-def fit_model(config: TrainConfig, data: Mixture, base: RunState | None) -> TrainConfig:
+def fit_model(config: TrainConfig, data: Dataset, base: RunState | None) -> TrainConfig:
     """Return the config with the model of a base's state, and rows for all tokens of the data.
 
     Raises UserError for a setting of the model that is neither its default nor that of the base.
@@ -127,14 +128,13 @@ def fit_model(config: TrainConfig, data: Mixture, base: RunState | None) -> Trai
 
 
 def choose_frozen_weights(
-    config: TrainConfig, data: Mixture, dist_ctx: DistributedContext, base: Checkpoint | None
+    config: TrainConfig, data: Dataset, dist_ctx: DistributedContext, base: Checkpoint | None
 ) -> TrainConfig:
     """Return the config, with the weights that LoRA freezes and their dtype, by the base model.
 
     Embeddings and head are trained if the data has tokens that the base has not learned.
     """
-    if config.lora_rank and not config.init_from:
-        raise UserError("--lora-rank: needs a base model. Add --init-from DIRECTORY.")
+    check_flags([("--lora-rank", config.lora_rank, config.init_from, "--init-from DIRECTORY")])
     values: dict[str, Any] = {}
     if base and config.lora_rank:
         _, new_ids = split_token_ids(base, data.tokenizer, data.learns_chats)
@@ -148,8 +148,8 @@ def choose_frozen_weights(
 
 
 def fit_context(
-    config: TrainConfig, data: Mixture, dist_ctx: DistributedContext, base: RunState | None
-) -> tuple[TrainConfig, Mixture]:
+    config: TrainConfig, data: Dataset, dist_ctx: DistributedContext, base: RunState | None
+) -> tuple[TrainConfig, Dataset]:
     """Return the config, with a context length for examples or a base, and the data that fits it.
 
     Raises UserError for more positions than the base has learned, and if few examples fit.
@@ -188,7 +188,7 @@ def fit_context(
     return config, fitting
 
 
-def choose_context_length(data: Mixture, base: RunState | None) -> int:
+def choose_context_length(data: Dataset, base: RunState | None) -> int:
     """Return the most tokens of a row, for examples or for a base model's state.
 
     Rows hold no padding for it, so it leaves room for more turns. Text has the rows of its base.
@@ -266,22 +266,22 @@ def init_token_rows(
 
 
 def load_questions(
-    config: RunConfig, dist_ctx: DistributedContext, data: Mixture, model: GPT
+    config: RunConfig, dist_ctx: DistributedContext, data: Dataset, model: GPT
 ) -> list[Question]:
     """Return the questions of ``--score``, evenly spaced in their file or validation split.
 
     Raises UserError for questions without an answer, or of another kind than the score.
     """
     if not config.score:
-        if config.score_file or config.best_by == "score":
-            raise UserError("--score-file, --best-by score: need --score exact_match or choice.")
+        rules = {"--score-file": config.score_file, "--best-by score": config.best_by == "score"}
+        check_flags((flag, is_set, False, "--score") for flag, is_set in rules.items())
         return []
     if config.score_file:
         start = initial_tokens(data.tokenizer, data.manifest["splits"]["train"]["documents"])
         generator = TextGenerator(model, data.tokenizer, start, data.learns_chats)
         rows = dist_ctx.broadcast_from_main(read_questions, config, generator)
         return [Question(**row) for row in rows]
-    val = data.datasets[0].val
+    val = data.val
     if config.score == "choice" or not val.num_examples:
         problem = f"{data.path} has no such questions"
         raise UserError(f"--score {config.score}: {problem}. Add --score-file FILE.")
@@ -296,7 +296,7 @@ def read_questions(config: RunConfig, generator: TextGenerator) -> list[dict[str
     """
     assert config.score_file
     lines = read_lines(config.score_file)
-    questions = [*encode_lines(lines, generator, generator.is_chat_model, DEFAULT_NEW_TOKENS)]
+    questions = [*encode_questions(lines, generator)]
     for (location, _), question in zip(lines, questions, strict=True):
         if question.answer is None or bool(question.choices) != (config.score == "choice"):
             fields = "'choices' and 'answer'" if config.score == "choice" else "only 'answer'"

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.core.cli import say
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 from engine.core.errors import UserError
-from engine.core.files import acquire_lock, atomic_write, find_similar
+from engine.core.files import acquire_lock, atomic_write, propose_path
 from engine.core.values import from_json
 from engine.runs.checkpoint import (
     Checkpoint,
@@ -93,11 +93,9 @@ class RunDir:
         if names:
             raise UserError(f"{self.path}: every checkpoint is corrupted. Choose another --out.")
         if is_required:
-            similar = find_similar(self.path, Path("out"), "checkpoints/step-*")
-            if similar:
-                raise UserError(f"{self.path}: no checkpoint for --resume. Did you mean {similar}?")
-            fix = "Add --auto-resume to start a run, or leave --resume out."
-            raise UserError(f"{self.path}: no checkpoint. {fix}")
+            advice = "Add --auto-resume to start a run, or leave --resume out."
+            fix = propose_path(self.path, Path("out"), "checkpoints/step-*", advice)
+            raise UserError(f"{self.path}: has no checkpoint to resume. {fix}")
         return None
 
     def best(self, best_by: str = "") -> Checkpoint:

@@ -15,7 +15,7 @@ from engine.core.cli import say
 from engine.core.device import choose_num_threads
 from engine.core.distributed import DistributedContext
 from engine.core.settings import flatten
-from engine.data.batches import Mixture
+from engine.data.dataset import Dataset
 from engine.nn.acceleration import can_capture_graphs
 from engine.training.config import (
     DEFAULT_MINUTES,
@@ -52,7 +52,7 @@ class Size:
 class SizeSearch:
     """Finds the best size for a config and its data."""
 
-    def __init__(self, config: TrainConfig, data: Mixture, dist_ctx: DistributedContext):
+    def __init__(self, config: TrainConfig, data: Dataset, dist_ctx: DistributedContext):
         self.config = config
         self.data = data
         self.dist_ctx = dist_ctx
@@ -126,7 +126,7 @@ class SizeSearch:
             sizes.append(size)
         return min(sizes, key=lambda size: size.loss)
 
-    def for_time(self, end: float, measure: Callable[[RunConfig, Mixture], float]) -> Size:
+    def for_time(self, end: float, measure: Callable[[RunConfig, Dataset], float]) -> Size:
         """Return the best size until a time. The best depth and the next one are timed.
 
         On a GPU, where compiling takes longer than timing, what it gains is measured once.
@@ -178,7 +178,7 @@ class SizeSearch:
         return replace(best, tokens=steps * best.step_tokens)
 
     def choose(
-        self, started_at: float, measure: Callable[[RunConfig, Mixture], float]
+        self, started_at: float, measure: Callable[[RunConfig, Dataset], float]
     ) -> dict[str, Any]:
         """Return the sizes and the minutes by name, unless a shape is set.
 

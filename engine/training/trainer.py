@@ -16,7 +16,8 @@ from engine.core.device import DTYPE_BY_NAME
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError, describe_briefly, is_bug
 from engine.core.settings import build, flatten, to_toml
-from engine.data.batches import Batches, Mixture
+from engine.data.batches import Batches
+from engine.data.dataset import Dataset
 from engine.data.split import BatchSpec
 from engine.generation.scores import Question
 from engine.nn.attention import check_attention
@@ -41,7 +42,7 @@ from model import GPT
 
 NUM_CHECKED_PASSES = 3  # of a graph: compared with plain ones, the first two replays among them
 CHECKPOINT_BYTES_PER_SECOND = 5e8  # written and hashed
-CAPTURED_LENGTH_MULTIPLE = 64  # of padded examples, for few lengths
+LENGTH_MULTIPLES = (1, 64)  # of padded examples; captured, they have few lengths
 
 Record = dict[str, Any]  # of metrics.jsonl
 
@@ -69,7 +70,7 @@ class Trainer:
         self,
         config: RunConfig,
         dist_ctx: DistributedContext,
-        data: Mixture,
+        data: Dataset,
         run_dir: RunDir | None = None,
         callbacks: Sequence[Callback] = (),
         modify_model: Callable[[GPT], None] | None = None,
@@ -102,8 +103,7 @@ class Trainer:
 
         rank_slice = dist_ctx.rank_slice(config.batch_size)
         spec = BatchSpec(config.context_length, config.seed, config.batch_size, rank_slice)
-        length_multiple = CAPTURED_LENGTH_MULTIPLE if pool else 1
-        self.batches = Batches(data.train, spec, dist_ctx.device, length_multiple)
+        self.batches = Batches(data.train, spec, dist_ctx.device, LENGTH_MULTIPLES[bool(pool)])
         self.tokens_per_step = data.train.tokens_per_step(config.batch_size, config.context_length)
 
         self.step = 0

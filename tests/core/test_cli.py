@@ -13,13 +13,7 @@ import pytest
 import torch
 from helpers import ROOT, exit_code_of
 
-from engine.core.cli import (
-    SAME_SIGNAL_SECONDS,
-    SPIN_COUNTS,
-    Interruption,
-    progress_bar,
-    shell_command,
-)
+from engine.core.cli import SAME_SIGNAL_SECONDS, SPIN_COUNTS, Interruption, shell_command
 from engine.core.errors import UserError
 
 OPENMP_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
@@ -46,7 +40,7 @@ def run_python(code: str, *arguments: str) -> tuple[str, str, int]:
 # Start.
 
 
-@pytest.mark.parametrize("command", ["train.py", "sample.py", "report.py"])
+@pytest.mark.parametrize("command", ["train.py", "sample.py"])
 def test_openmp_threads_sleep_soon_from_before_torch_is_imported(command):
     stop_at_torch = """
 import os, runpy, sys
@@ -119,26 +113,24 @@ def test_a_hangup_ends_a_run_unless_it_is_ignored_as_under_nohup():
         assert run_python(code.format(handler))[:2] == (f"{int(number)}\n", "")
 
 
-@pytest.mark.parametrize(
-    "word",
-    ["a b", "$(touch hacked)", "it's", "a\nb", "a\\b\t'c", "\x1b[31m", "caf\udce9", "é漢", ""],
-)
-def test_a_printed_command_is_one_line_and_passes_each_word_on(word, tmp_path):
-    command = shell_command(
-        sys.executable, "-c", "import os, sys; print(os.fsencode(sys.argv[1]))", word
-    )
+def test_a_printed_command_is_one_line_and_passes_each_word_on(tmp_path):
+    words = [
+        "a b",
+        "$(touch hacked)",
+        "it's",
+        "a\nb",
+        "a\\b\t'c",
+        "\x1b[31m",
+        "caf\udce9",
+        "é漢",
+        "",
+    ]
+    command = shell_command("printf", r"%s\0", *words)
     assert command.isprintable()
-    output = subprocess.check_output(["bash", "-c", command], encoding="utf-8", cwd=tmp_path)
-    assert output == f"{os.fsencode(word)}\n"
+    output = subprocess.check_output(["bash", "-c", command], cwd=tmp_path)
+    assert output == b"".join(os.fsencode(word) + b"\0" for word in words)
     assert not list(tmp_path.iterdir())
     assert shell_command("cat", Path("-n"), "-n", Path("a/-n")) == "cat ./-n -n a/-n"  # no flags
-
-
-def test_progress_outside_a_terminal_is_lines(monkeypatch, capsys):
-    monkeypatch.setattr("engine.core.cli.LOG_SECONDS", 0)
-    assert [*progress_bar(range(3), desc="work")] == [0, 1, 2]
-    errors = capsys.readouterr().err
-    assert errors.startswith("work: ") and errors.count("\n") >= 3 and "\r" not in errors
 
 
 # End.
@@ -149,7 +141,6 @@ def test_progress_outside_a_terminal_is_lines(monkeypatch, capsys):
     [
         (UserError("--steps: at least 1\n(got 0)."), "--steps: at least 1 (got 0)."),
         (MemoryError("Unable to allocate 7 TiB"), "Unable to allocate 7 TiB"),
-        (RuntimeError("x\nCPUAllocator: can't allocate memory: 7"), "can't allocate memory: 7"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), "CUDA out of memory. Tried"),
         (RuntimeError("[gloo/pair.cc:5] Connection closed by peer"), "closed by peer"),
         (OSError("the disk is full"), "the disk is full"),
@@ -166,15 +157,21 @@ def test_error_that_is_not_a_bug_is_one_line_and_exit_code_1(error, expected, ca
 
 
 @pytest.mark.parametrize(
-    "error",
-    [ValueError("a bug"), KeyError("gloo"), ValueError("out of memory"), UserError("--steps: 1")],
-    ids=repr,
+    "error", [KeyError("gloo"), ValueError("out of memory"), UserError("--steps: 1")], ids=repr
 )
 def test_bug_and_with_debug_a_user_error_keeps_its_traceback(error, capsys, monkeypatch):
+    def main() -> None:
+        try:
+            {}["the origin"]
+        except KeyError:
+            raise error from None
+
     monkeypatch.setattr(sys, "argv", ["train.py", *["--debug"] * isinstance(error, UserError)])
-    with pytest.raises(type(error)):
-        exit_code_of(Mock(side_effect=error))
+    with pytest.raises(type(error)) as caught:
+        exit_code_of(main)
     assert capsys.readouterr().err == "" and sys.argv == ["train.py"]
+    if isinstance(error, UserError):
+        assert "KeyError: 'the origin'" in "".join(traceback.format_exception(caught.value))
 
 
 def test_exit_code_is_what_main_returns_or_130_after_ctrl_c(capsys):
@@ -187,7 +184,7 @@ def test_exit_code_is_what_main_returns_or_130_after_ctrl_c(capsys):
 SIGNAL_IN_MAIN = """
 def main():
     try:
-        os.kill(os.getpid(), signal.{})
+        os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(60)
     finally:
         print("cleaned up")
@@ -209,13 +206,12 @@ main = lambda: print("→ done")
 @pytest.mark.parametrize(
     ("code", "output", "exit_code"),
     [
-        (SIGNAL_IN_MAIN.format("SIGTERM"), "cleaned up\n", 143),
-        (SIGNAL_IN_MAIN.format("SIGUSR1"), "cleaned up\n", 128 + signal.SIGUSR1),
+        (SIGNAL_IN_MAIN, "cleaned up\n", 128 + signal.SIGUSR1),
         (CTRL_C_AFTER_MAIN, "to the end\n", 0),
         (NO_STDOUT, "", 0),
         (UNSUPPORTED_CHARACTER, "? done\n", 0),
     ],
-    ids=["sigterm", "sigusr1", "late-ctrl-c", "no-stdout", "unsupported-character"],
+    ids=["sigusr1", "late-ctrl-c", "no-stdout", "unsupported-character"],
 )
 def test_command_ends_in_order(code, output, exit_code):
     imports = "import atexit, os, signal, sys, time\nfrom engine.core.cli import run_command\n"
@@ -229,16 +225,3 @@ def test_closed_pipe_is_not_an_error():
     process.stdout.readline()
     process.stdout.close()
     assert process.wait(timeout=60) in (0, 1) and process.stderr.read() == ""
-
-
-def test_debug_shows_the_error_that_another_one_replaced(monkeypatch):
-    def main() -> None:
-        try:
-            {}["the origin"]
-        except KeyError:
-            raise UserError("--data: damaged") from None
-
-    monkeypatch.setattr(sys, "argv", ["train.py", "--debug"])
-    with pytest.raises(UserError) as caught:
-        exit_code_of(main)
-    assert "KeyError: 'the origin'" in "".join(traceback.format_exception(caught.value))

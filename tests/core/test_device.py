@@ -16,7 +16,6 @@ from engine.core.device import (
     choose_dtype,
     choose_num_threads,
     fast_dtype,
-    mixed_precision,
     usable_memory,
 )
 from engine.core.errors import UserError
@@ -48,20 +47,12 @@ def test_dtype_is_the_named_one_or_for_auto_the_fast_one_except_for_narrow_model
     assert choose_dtype("auto", CPU_DEVICE, MIN_BFLOAT16_WIDTH) == fast_dtype(CPU_DEVICE)
 
 
-@pytest.mark.parametrize("capability", ["amx_tile", "avx512_bf16", "avx2"])
-def test_bfloat16_is_fast_on_a_cpu_with_instructions_for_it(monkeypatch, capability):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True})
-    expected = torch.float32 if capability == "avx2" else torch.bfloat16
-    assert fast_dtype(CPU_DEVICE) == expected
+def test_bfloat16_is_fast_on_a_cpu_with_instructions_for_it(monkeypatch):
+    for capability in ("amx_tile", "avx512_bf16", "avx2"):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda name=capability: {name: True})
+        is_slow = capability == "avx2"
+        assert fast_dtype(CPU_DEVICE) == (torch.float32 if is_slow else torch.bfloat16)
     assert fast_dtype(torch.device("mps")) == torch.float32
-
-
-@pytest.mark.parametrize("dtype", DTYPE_BY_NAME.values(), ids=str)
-def test_mixed_precision_changes_the_dtype_of_products_only(dtype):
-    a, b = torch.randn(2, 4, 4).unbind(0)
-    with mixed_precision(dtype, CPU_DEVICE):
-        assert (a @ b).dtype == dtype and (a + b).dtype == torch.float32
-    assert (a @ b).dtype == torch.float32
 
 
 COUNT_PAGE_FAULTS = """
@@ -147,13 +138,13 @@ def test_a_gpu_without_kernels_is_refused_and_with_auto_the_cpu_is_used(
         choose_device("auto", local_rank=1, num_local_ranks=2)
 
 
-@pytest.mark.parametrize(("is_supported", "dtype"), [(True, "bfloat16"), (False, "float16")])
-def test_a_gpu_without_bfloat16_computes_in_float16(monkeypatch, is_supported, dtype):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: is_supported)
-    assert choose_dtype("auto", torch.device("cuda"), 8) == DTYPE_BY_NAME[dtype]
-
-
-def test_usable_memory_of_a_gpu_is_that_without_other_processes(monkeypatch):
+def test_a_gpu_without_bfloat16_computes_in_float16_in_the_memory_that_others_leave(monkeypatch):
+    device = torch.device("cuda", 0)
+    for is_supported, dtype in ((True, torch.bfloat16), (False, torch.float16)):
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda result=is_supported, **_: result
+        )
+        assert choose_dtype("auto", device, 8) == dtype
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 16))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2)
-    assert usable_memory(torch.device("cuda", 0)) == 5 + 2
+    assert usable_memory(device) == 5 + 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.core.errors import UserError
-from engine.data.batches import Batches, Mixture, check_sizes, inputs_and_targets
+from engine.data.batches import Batches, check_sizes, inputs_and_targets
 from engine.data.dataset import Dataset
 from engine.data.order import (
     MAX_GROUP_BATCHES,
@@ -20,7 +20,8 @@ from engine.data.order import (
     window_starts,
     windows_per_epoch,
 )
-from engine.data.split import BatchSpec, Examples, MixedText, ShardedTokens, Split, padded_length
+from engine.data.shards.shard_file import ShardedTokens
+from engine.data.split import BatchSpec, Examples, MixedText, Split, padded_length
 from engine.data.tokenizer import ByteTokenizer
 from engine.nn.loss import IGNORE_INDEX
 
@@ -49,9 +50,8 @@ def batches_of(split, context_length: int, rank: int = 0, world_size: int = 1) -
     return Batches(split, BatchSpec(context_length, 1, 6, rows), torch.device("cpu"))
 
 
-def mixture_of(**splits: object) -> Mixture:
-    dataset = Dataset(Path("data"), {"splits": {}}, ByteTokenizer(), **splits, sha256="")
-    return Mixture((dataset,), (1.0,))
+def dataset_of(**splits: object) -> Dataset:
+    return Dataset(Path("data"), {"splits": {}}, ByteTokenizer(), **splits, sha256="")
 
 
 def examples_of(lengths: list[int] | np.ndarray) -> Examples:
@@ -77,15 +77,6 @@ def test_permute_is_a_permutation(size: int, key: int):
     np.testing.assert_array_equal(np.sort(permutation(size, key)), np.arange(size))
 
 
-def test_permute_scatters_and_depends_on_the_key_of_each_index():
-    permutations = [permutation(1000, key) for key in range(5)]
-    for number, values in enumerate(permutations):
-        assert abs(np.corrcoef(np.arange(1000), values)[0, 1]) < 0.15  # 5 standard deviations
-        assert all((values == earlier).sum() < 10 for earlier in permutations[:number])
-    mixed = permute(np.array([5, 5, 6]), 1000, np.array([1, 4, 1], np.uint64))
-    assert mixed.tolist() == [permutations[1][5], permutations[4][5], permutations[1][6]]
-
-
 @pytest.mark.parametrize("num_tokens", [801, 1001])
 def test_an_epoch_visits_each_window_of_a_long_text_once(num_tokens: int):
     offsets = set()
@@ -96,11 +87,6 @@ def test_an_epoch_visits_each_window_of_a_long_text_once(num_tokens: int):
         assert starts[0] < 8 and starts[-1] + 8 + 1 <= num_tokens
         offsets.add(int(starts[0]))
     assert len(offsets) > 1 or num_tokens <= 17  # with room to move
-
-
-def test_every_start_is_visited_in_some_epoch():
-    starts = np.concatenate([epoch_of_starts(25, 8, epoch) for epoch in range(200)])
-    assert {*starts.tolist()} == {*range(25 - 8)}
 
 
 def test_each_token_of_a_short_text_is_a_target_in_each_epoch():
@@ -316,8 +302,8 @@ def test_an_evaluation_with_a_limit_has_examples_of_all_lengths(limit: int):
 # Sizes that do not fit.
 
 
-SHORT = mixture_of(train=Split(np.arange(9)), val=Split(np.arange(8)))
-EXAMPLES_TO_FIT = mixture_of(train=examples_of([3, 9, 20]), val=examples_of([9, 3]))
+SHORT = dataset_of(train=Split(np.arange(9)), val=Split(np.arange(8)))
+EXAMPLES_TO_FIT = dataset_of(train=examples_of([3, 9, 20]), val=examples_of([9, 3]))
 
 
 @pytest.mark.parametrize(
@@ -326,8 +312,8 @@ EXAMPLES_TO_FIT = mixture_of(train=examples_of([3, 9, 20]), val=examples_of([9, 
         (lambda: check_sizes(6, 4, None), "^--batch-size: .* 8"),
         (lambda: check_sizes(2, 4, None), "^--batch-size: .* 4"),
         (lambda: check_sizes(12, 2, 4), "^--micro-batch-size: .* 1, 2, 3, 6"),
-        (lambda: SHORT.check_length(8), "^--context-length: .* 8 .*validation.*--val-fraction"),
-        (lambda: SHORT.check_length(9), "^--context-length: .* 9 .*training"),
+        (lambda: SHORT.check_length(8), "^--context-length: .* 8 .*val split.*--val-fraction"),
+        (lambda: SHORT.check_length(9), "^--context-length: .* 9 .*train split"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(function, message: str):
@@ -338,13 +324,12 @@ def test_sizes_that_do_not_fit_are_refused(function, message: str):
 @pytest.mark.parametrize(("cut", "train"), [(False, [3, 9]), (True, [3, 9, 9])])
 def test_examples_are_made_to_fit_the_context(cut: bool, train: list[int]):
     fitting = EXAMPLES_TO_FIT.drop_long_examples(8, cut)
-    (dataset,) = fitting.datasets
     assert (fitting.row_length(100), fitting.row_length(5)) == (8, 5)
     assert (fitting.num_removed, fitting.lacks_examples) == (1 - cut, not cut)  # 1 of 5
-    assert (dataset.train.lengths.tolist(), dataset.val.lengths.tolist()) == (train, [9, 3])
-    assert (dataset.train.num_cut, dataset.train.num_removed) == (cut, not cut)
-    assert (dataset.val.num_cut, dataset.val.num_removed) == (0, 0)
-    assert dataset.train.tokens_per_step(4, 8) == round(4 * (sum(train) / len(train) - 1))
-    text = mixture_of(train=Split(np.arange(9)), val=Split(np.arange(9)))
+    assert (fitting.train.lengths.tolist(), fitting.val.lengths.tolist()) == (train, [9, 3])
+    assert (fitting.train.num_cut, fitting.train.num_removed) == (cut, not cut)
+    assert (fitting.val.num_cut, fitting.val.num_removed) == (0, 0)
+    assert fitting.train.tokens_per_step(4, 8) == round(4 * (sum(train) / len(train) - 1))
+    text = dataset_of(train=Split(np.arange(9)), val=Split(np.arange(9)))
     text.check_length(8)
     assert text.drop_long_examples(8, cut) == text and text.train.tokens_per_step(4, 8) == 32

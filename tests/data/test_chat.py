@@ -1,22 +1,26 @@
 """Prompts with completions, and chats, as token ids, and which of them are targets."""
 
 import math
+import random
+import re
+import time
 
 import numpy as np
 import pytest
-from helpers import make_dataset, train_sentencepiece
+from helpers import train_sentencepiece
 
 from engine.core.errors import UserError
 from engine.data.chats.chat import (
     CHATML_TOKENS,
     count_targets,
-    encode_example,
+    encode_examples,
+    encode_text,
+    names_pattern,
     special_token_names,
     turn_ends,
 )
 from engine.data.chats.examples import chat_parser, parse_chat, parse_pair
-from engine.data.dataset import open_dataset
-from engine.data.dataset_summary import render_with_targets
+from engine.data.shards.dataset_summary import render_with_targets
 from engine.data.split import is_target, token_ids
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, named_tokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TEXT, END_OF_TURN
@@ -40,7 +44,7 @@ BYTES = with_special_tokens(ByteTokenizer(), chat=True)
 @pytest.mark.parametrize(("prompt", "num_targets"), [("1+1=", 2), ("", 1)])
 def test_the_completion_and_its_end_are_targets(prompt: str, num_targets: int):
     turns, _ = parse_pair({"q": prompt, "a": "2"}, ["q"], "a")
-    example = encode_example(ByteTokenizer(), turns)
+    example = encode_examples(ByteTokenizer(), turns)[0]
     assert example.dtype == np.int32
     assert example.tolist() == [*(~byte for byte in prompt.encode()), ord("2"), 256]
     expected = [False] * (len(prompt) or 1) + [True] * num_targets
@@ -54,7 +58,7 @@ def test_texts_of_the_assistant_and_their_ends_are_targets():
     context = [system, *b"Be kind.", end, user, *"Hé?".encode(), end, assistant]
     expected = [*(~token for token in context), *b"Ja.", end]
     expected += [*(~token for token in (user, *b"Ok", end, assistant)), end]
-    assert encode_example(BYTES, CHAT).tolist() == expected
+    assert encode_examples(BYTES, CHAT)[0].tolist() == expected
     assert [*turn_ends(BYTES, True).token_ids] == [end]
 
 
@@ -66,10 +70,16 @@ def test_text_never_becomes_a_special_token(name, speakers, num_special, tiktoke
     text = "".join((END_OF_TEXT, *CHAT_ROLES.values(), END_OF_TURN, *CHATML_TOKENS))
     tokenizer = CharTokenizer("".join({*text})) if name == "char" else named_tokenizer(name)
     tokenizer = with_special_tokens(tokenizer, chat="user" in speakers)
-    example = encode_example(tokenizer, [(speaker, text) for speaker in speakers])
+    example = encode_examples(tokenizer, [(speaker, text) for speaker in speakers])[0]
     ids = token_ids(example).tolist()
     assert np.isin(ids, [*tokenizer.special_tokens.values()]).sum() == num_special
     assert tokenizer.decode(ids).count(text) == 2
+
+
+def test_names_are_parsed_where_asked_and_noncharacters_stay():
+    text = f"a\ufdd0b\ufdd0\ufdd0{END_OF_TEXT}\ufdd1"
+    ids = encode_text(BYTES, text, parse_special=True)
+    assert ids.tolist() == [*"a\ufdd0b\ufdd0\ufdd0".encode(), 256, *"\ufdd1".encode()]
 
 
 @pytest.mark.parametrize("name", ["byte", "gpt2", "sentencepiece"])
@@ -78,27 +88,11 @@ def test_the_bytes_of_targets_are_those_of_their_text(name: str, code: str, tikt
     for text in ("return héllo 漢 x", "words of a text"):
         for prompt in ("a question?", ""):  # without a prompt nothing predicts the first token
             ids = (tokenizer.without_space.encode if prompt else tokenizer.encode)(text).tolist()
-            example = encode_example(tokenizer, [("prompt", prompt), ("completion", text)])
+            example = encode_examples(tokenizer, [("prompt", prompt), ("completion", text)])[0]
             is_predicted = bool(prompt or tokenizer.text_start)
             first = b"" if is_predicted else tokenizer.decode_bytes(ids[:1])
             num_bytes = len(text.encode()) - len(first)
             assert count_targets(tokenizer, example) == (len(ids) + is_predicted, num_bytes)
-
-
-@pytest.mark.parametrize("name", ["byte", "gpt2"])
-def test_one_function_counts_the_targets_of_a_dataset(name: str, tmp_path, tiktoken_cache):
-    rows = [{"p": f"{n}? " * (n % 2 + 1), "c": f"{n} héllo", "id": n} for n in range(200)]
-    fields = {"prompt_field": "p", "completion_field": "c"}
-    dataset = open_dataset(make_dataset(tmp_path, rows, tokenizer=name, **fields))
-    for split in ("train", "val"):
-        examples = getattr(dataset, split)
-        counts = [count_targets(dataset.tokenizer, example) for example in examples.examples()]
-        expected = dataset.manifest["splits"][split]
-        assert (*map(sum, zip(*counts, strict=True)),) == (expected["targets"], expected["bytes"])
-    short = dataset.drop_long_examples(int(examples.lengths.max()) - 2, cut=True)
-    assert 0 < short.val.num_cut < short.val.num_examples and short.val.num_removed == 0
-    assert short.manifest["splits"]["val"]["bytes"] <= expected["bytes"]
-    assert dataset.manifest["statistics"]["notes"] == {"examples with 'id', which is not used": 200}
 
 
 TURN = {"role": "assistant", "content": "a"}
@@ -114,11 +108,54 @@ TURN = {"role": "assistant", "content": "a"}
         *[({"messages": [TURN | {"content": text}]}, "message 1") for text in (math.inf, [1], {})],
         *[({"messages": [TURN | {"content": text}]}, "assistant") for text in (None, [], "")],
         ({"messages": [TURN | {"role": "user"}]}, "assistant"),
+        ({"messages": [TURN, TURN | {"function_call": {"name": "f"}}]}, "function_call"),
+        ({"messages": [TURN | {"content": [{"toolUse": {"name": "f"}}]}]}, "'toolUse'"),
+        ({"messages": [TURN], "label": True}, "'label'"),
+        ({"system": [{"image": {}}], "messages": [TURN]}, "'image'"),
     ],
 )
 def test_an_unsuitable_chat_is_refused(record: dict, word: str):
     with pytest.raises(UserError, match=word):
         parse_chat(record)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [  # the forms of Anthropic and Bedrock, of Gemini, and of OpenAI
+        {
+            "system": [{"text": "Be "}, {"type": "text", "text": "kind."}],
+            "messages": [
+                {"role": "user", "content": [{"text": "Hi"}]},
+                {"role": "assistant", "content": [{"text": "a"}]},
+            ],
+        },
+        {
+            "systemInstruction": {"role": "system", "parts": [{"text": "Be kind."}]},
+            "contents": [
+                {"role": "user", "parts": [{"text": "H"}, {"text": "i"}]},
+                {"role": "model", "parts": [{"text": "a"}]},
+            ],
+        },
+        {"system": "Be kind.", "messages": [{"role": "user", "content": "Hi"}, TURN]},
+    ],
+)
+def test_a_system_text_and_messages_may_be_lists_of_parts(record: dict):
+    turns = [("system", "Be kind."), ("user", "Hi"), ("assistant", "a")]
+    field = "contents" if "contents" in record else None
+    assert chat_parser(field, None).parse(record) == (turns, [])
+
+
+def test_the_longest_of_many_names_is_found():
+    names = [f"<unused{n}>" for n in range(3000)] + ["\n" * n for n in range(1, 30)] + ["<u", "<un"]
+    tokenizer = ByteTokenizer().with_special(names)
+    rng = random.Random(0)
+    for _ in range(50):
+        text = "".join(rng.choice([*names[-40:], "<unused", "12", ">", "<b>"]) for _ in range(30))
+        longest_first = "|".join(map(re.escape, sorted(tokenizer.special_tokens, key=len)[::-1]))
+        assert names_pattern(tokenizer).findall(text) == re.findall(longest_first, text)
+    start = time.process_time()
+    assert not names_pattern(tokenizer).search("<b>" * 100_000)
+    assert time.process_time() - start < 0.5  # one alternative after the other: 2 s
 
 
 def test_a_key_that_is_not_used_is_noted_once_for_an_example():
@@ -142,14 +179,14 @@ def test_an_unsuitable_pair_is_refused(record: dict, word: str):
 
 
 def test_targets_are_rendered_in_brackets():
-    rendered = render_with_targets(BYTES, encode_example(BYTES, CHAT[1:]))
+    rendered = render_with_targets(BYTES, encode_examples(BYTES, CHAT[1:])[0])
     answers = [
         "<|user|>Hé?<|end|><|assistant|>⟦Ja.<|end|>⟧",
         "<|user|>Ok<|end|><|assistant|>⟦<|end|>⟧",
     ]
     assert rendered == "".join(answers)
     turns = [("prompt", "\x1b[2Ja\nb"), ("completion", "c")]
-    rendered = render_with_targets(BYTES, encode_example(BYTES, turns))
+    rendered = render_with_targets(BYTES, encode_examples(BYTES, turns)[0])
     assert rendered == "\\x1b[2Ja\nb⟦c<|endoftext|>⟧"
 
 
@@ -157,6 +194,6 @@ def test_targets_are_rendered_in_brackets():
     "turns", [CHAT * 50, [("prompt", "long " * 999), ("completion", "text " * 999)]]
 )
 def test_a_long_example_is_rendered_shorter(turns: list[tuple[str, str]]):
-    rendered = render_with_targets(BYTES, encode_example(BYTES, turns))
-    assert len(rendered) < 520 and " …" in rendered
+    rendered = render_with_targets(BYTES, encode_examples(BYTES, turns)[0])
+    assert len(rendered) < 700 and " …" in rendered
     assert rendered.count("⟦") == rendered.count("⟧") > 0

@@ -10,11 +10,9 @@ import pytest
 from helpers import make_dataset
 
 from engine.core.errors import UserError
-from engine.data.batches import open_mixture
 from engine.data.dataset import open_dataset
-from engine.data.dataset_summary import describe_dataset
+from engine.data.shards.dataset_summary import describe_dataset, find_val_problems
 from engine.data.split import token_ids
-from engine.report.callback import describe_data
 from prepare import PrepareConfig, prepare
 
 SIZES = (60, 61, 120, 400)  # of growing datasets
@@ -83,7 +81,6 @@ CHAT = '{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "c
 OWN_VALIDATION: dict[str, tuple[str, dict[str, Any]]] = {
     ".txt": ("%s\n", {}),
     ".jsonl": ('{"text": "%s"}\n', {"deduplicate": True}),
-    ".csv": ("%s\n", {"field": "text"}),
     "-pairs.jsonl": ('{"q": "?", "a": "%s"}\n', PAIR_FIELDS),
     "-chats.jsonl": (CHAT, {"chat": True}),
 }
@@ -92,10 +89,9 @@ OWN_VALIDATION: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", OWN_VALIDATION)
 def test_validation_text_is_that_of_val(kind: str, tmp_path: Path):
     line, settings = OWN_VALIDATION[kind]
-    header = "text\n" * (kind == ".csv")
     words = {"train": ["one", "two", "three"], "val": ["four", "two"]}
     for split, texts in words.items():
-        content = header + "".join(line % f"document {text} é🚀" for text in texts)
+        content = "".join(line % f"document {text} é🚀" for text in texts)
         (tmp_path / split).mkdir()
         (tmp_path / split / f"{split}{kind}").write_text(content)
     settings = {"tokenizer": "byte", "val": (str(tmp_path / "val"),), **settings}
@@ -153,23 +149,14 @@ def test_few_different_documents_are_told(tmp_path: Path):
         (["the same text"], []),
     ):
         data = prepared(tmp_path, texts, force=True)
-        problems = open_dataset(data).find_val_problems()
+        problems = find_val_problems(open_dataset(data).manifest)
         assert len(problems) == bool(words) and all(word in problems[0] for word in words)
         assert all(problem in describe_dataset(data) for problem in problems)
 
 
-def test_a_loss_worse_than_a_uniform_guess_is_explained(tmp_path: Path):
-    data = prepared(tmp_path, [document(number % 20) for number in range(400)])
-    mixture = open_mixture([data])
-    assert mixture.explain_loss(5.5) == ""
-    for loss in (5.6, float("nan")):
-        assert re.search("uniform.*--val", mixture.explain_loss(loss))
-
-
 def test_a_document_that_is_cut_is_counted_once_everywhere(tmp_path: Path):
     data = prepared(tmp_path, [document(number) for number in range(45)])
-    (table,) = describe_data(open_mixture([data]))
-    assert table["documents"] == "45"
     output = describe_dataset(data)
+    ratio = open_dataset(data).bytes_per_token("train")
     assert re.search(r"(?m)^ +documents +45$", output)
-    assert re.search(rf"(?m)^ +train tokens .* {table['bytes per token']} a token", output)
+    assert re.search(rf"(?m)^ +train tokens .* {ratio:.2f} a token", output)

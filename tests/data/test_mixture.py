@@ -10,7 +10,8 @@ import pytest
 from helpers import make_dataset
 
 from engine.core.errors import UserError
-from engine.data.batches import Mixture, dataset_paths, open_mixture
+from engine.data.batches import dataset_paths, open_mixture
+from engine.data.dataset import open_dataset, verify_dataset
 from engine.data.order import assign_to_texts
 
 MIXES = [(0.7, 0.3), (1, 1), (1, 99), (0.999, 0.001), (0.2, 0.5, 0.3), (0.01, 0.01, 0.98)]
@@ -65,13 +66,11 @@ def paths(folder: Path) -> list[Path]:
     return [folder / "a/x", folder / "b/x"]
 
 
-def test_a_mixture_of_one_dataset_is_the_dataset(paths):
-    mixture = open_mixture(paths[:1])
-    (dataset,) = mixture.datasets
-    assert mixture.weights == (1.0,) and mixture.train is dataset.train
-    assert (mixture.sha256, mixture.path, mixture.names) == (dataset.sha256, dataset.path, ["x"])
-    assert mixture.manifest == dataset.manifest
-    assert not [key for key in mixture.evaluation_record([2.0]) if "/" in key]
+def test_a_dataset_is_a_mixture_of_one(paths):
+    data = open_mixture(paths[:1])
+    assert data.datasets == (data,) and data.weights == (1.0,) and data.names == ["x"]
+    assert data.sha256 == open_dataset(paths[0]).sha256
+    assert not [key for key in data.evaluation_record([2.0]) if "/" in key]
 
 
 def test_weights_are_the_tokens_by_default_or_those_of_mix(paths):
@@ -88,10 +87,8 @@ def test_weights_are_the_tokens_by_default_or_those_of_mix(paths):
 def test_a_mixture_has_its_own_hash_and_documents(paths):
     choices = (paths, paths[::-1], paths[:1], paths[1:])
     assert len({open_mixture(choice).sha256 for choice in choices}) == 4
-    mixture = open_mixture(paths)
-    for dataset, count in zip(mixture.datasets, (2, 3), strict=True):
-        dataset.manifest["splits"]["train"]["documents"] = count
-    assert mixture.manifest["splits"]["train"]["documents"] == 5
+    counts = [open_dataset(path).manifest["splits"]["train"]["documents"] for path in paths]
+    assert open_mixture(paths).manifest["splits"]["train"]["documents"] == sum(counts)
 
 
 def test_an_evaluation_has_the_mean_by_the_weights_and_each_loss(paths):
@@ -109,17 +106,18 @@ def test_an_evaluation_has_the_mean_by_the_weights_and_each_loss(paths):
             "val_bits_per_byte/x-2": 4 / math.log(2) / sizes[1],
         }
     )
-    datasets = [*mixture.datasets, replace(mixture.datasets[0], path=Path("x-2"))]
-    assert Mixture((*datasets, datasets[0]), (0.25,) * 4).names == ["x", "x-2", "x-2-2", "x-3"]
+    first, second = mixture.datasets
+    datasets = (first, second, replace(first, path=Path("x-2")), first)
+    assert replace(mixture, mixed=datasets).names == ["x", "x-2", "x-2-2", "x-3"]
 
 
 def test_every_dataset_is_verified(paths, tmp_path):
     copy = Path(shutil.copytree(paths[1], tmp_path / "x"))
     shard = copy / "train-00000.npy"
-    open_mixture([paths[0], copy]).verify(force=True)
+    verify_dataset(open_mixture([paths[0], copy]), force=True)
     shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
     with pytest.raises(UserError, match=rf"^{copy}: .*train-00000\.npy: SHA-256"):
-        open_mixture([paths[0], copy]).verify(force=True)
+        verify_dataset(open_mixture([paths[0], copy]), force=True)
 
 
 @pytest.mark.parametrize(

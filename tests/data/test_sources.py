@@ -12,27 +12,30 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
-from fsspec.implementations.memory import MemoryFile
-from helpers import read_lines, texts_of
+from helpers import make_dataset, read_lines, texts_of
 
 from engine.core.errors import UserError
-from engine.data.inputs import finder, sources
-from engine.data.inputs.finder import find_sources
-from engine.data.inputs.readers import read
-from engine.data.inputs.sources import Source
+from engine.data.dataset import open_dataset
+from engine.data.documents.document import read_documents
+from engine.data.records.reader import choose_sources
+from engine.data.records.text import DEFAULT_READER
+from engine.data.sources import built_in
+from engine.data.sources import source as sources
+from engine.data.sources.finder import find_sources
+from engine.data.sources.notes import Notes
+from engine.data.sources.source import Source
 
 
-def find(*inputs: object, glob: str | None = None, spool: Path = Path()) -> list[Source]:
-    return find_sources(tuple(map(str, inputs)), spool, glob)
+def find(*inputs: object, globs: Sequence[str] = (), spool: Path = Path()) -> list[Source]:
+    return find_sources([*map(str, inputs)], spool, globs)
 
 
 def error_of(*inputs: object, **options: Any) -> str:
@@ -47,20 +50,22 @@ def error_of(*inputs: object, **options: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("glob", "names"),
+    ("globs", "names"),
     [
-        (None, ["a/b/c.txt", "a/z.txt", "a.md", "b.txt"]),
-        ("*.txt", ["a/b/c.txt", "a/z.txt", "b.txt"]),
-        ("a/*.txt", ["a/z.txt"]),
-        ("**/*.md", ["a.md"]),
+        ([], ["a/b/c.txt", "a/z.txt", "a.md", "b.txt"]),
+        (["*.txt"], ["a/b/c.txt", "a/z.txt", "b.txt"]),
+        (["a/*.txt"], ["a/z.txt"]),
+        (["**/*.md", "b*"], ["a.md", "b.txt"]),
+        (["!*.txt"], ["a.md"]),
+        (["*.txt", "!a/*.txt"], ["a/b/c.txt", "b.txt"]),
     ],
 )
-def test_a_folder_has_the_files_that_match_at_any_depth(glob, names, tmp_path: Path):
+def test_a_folder_has_the_files_that_match_at_any_depth(globs, names, tmp_path: Path):
     hidden = [".hidden.txt", ".git/x.txt", "a/.cache/y.txt"]
     for name in ("b.txt", "a/z.txt", "a/b/c.txt", "a.md", *hidden):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    listed = find(tmp_path, glob=glob)
+    listed = find(tmp_path, globs=globs)
     assert [source.name for source in listed] == [str(tmp_path / name) for name in names]
     assert [texts_of(source) for source in listed] == [[name] for name in names]
 
@@ -77,13 +82,14 @@ def test_a_title_is_the_path_in_the_folder_or_the_name(tmp_path: Path, monkeypat
     assert titles == ["c d.txt"] * 4 + ["a/b/c d.txt", "a"]
     assert Source(file, "https://host/c.txt?key=1").title == "c.txt"
     assert "asyncio/queues.py" in [source.title for source in find("stdlib")]
+    assert f"hf:{tmp_path}/a" in error_of(tmp_path / "a")  # a saved dataset
 
 
-@pytest.mark.parametrize("glob", ["*.py", "/a", "a/**/b", "**.txt"])
+@pytest.mark.parametrize("glob", ["*.py", "/a", "a/**/b", "**.txt", ""])
 def test_an_unsuitable_glob_is_refused(glob: str, tmp_path: Path):
-    assert error_of(tmp_path).endswith("contains no files. Give a folder with texts.")
+    assert "contains no files" in error_of(tmp_path)
     (tmp_path / "a.txt").write_text("text")
-    assert "--glob" in error_of(tmp_path, glob=glob)
+    assert "--glob" in error_of(tmp_path, globs=[glob])
 
 
 def test_each_real_folder_and_file_is_read_once_however_many_links_lead_to_it(tmp_path: Path):
@@ -100,31 +106,100 @@ def test_each_real_folder_and_file_is_read_once_however_many_links_lead_to_it(tm
     assert sorted(texts_of(source)[0] for source in listed) == sorted(texts)
     assert listed[0].name == str(tmp_path / "00" / "0.txt") and listed == find(tmp_path / "00")
     assert len(find(tmp_path / "00", tmp_path / "00")) == 2 * len(listed)
-    assert len(find(tmp_path / "00", glob="a.txt")) == 22
+    assert len(find(tmp_path / "00", globs=["a.txt"])) == 22
+
+
+JUNK = {  # what is not text, and late.txt, in which the other encoding comes late
+    "latin-1.txt": "Größe".encode("latin-1"),
+    "late.txt": b"words\n" * 9999 + b"\xe9",
+    "Thumbs.db": bytes(range(256)),
+    "utf-16-le.txt": "text".encode("utf-16-le"),
+    "photo.png": b"\x89PNG\r\n",
+    "paper.pdf": b"%PDF-1.4",
+    "a.zip": b"PK\x03\x04\x14\0",
+    "torn.txt.gz": b"not compressed",
+    "arrays.npy": b"\x93NUMPY\x01\0\0\0",
+}
+
+
+def test_a_folder_of_junk_is_taken_at_the_first_try(tmp_path: Path, monkeypatch):
+    for name, content in JUNK.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "old.md").symlink_to("gone.md")
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "locked.txt").write_text("text")
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path).name != "locked.txt")
+    for name in ("settings.json", "budget.csv"):
+        (tmp_path / name).write_text('{"a": 1}')
+    for number in range(9):
+        (tmp_path / f"{number}.md").write_text(f"note {number}\n" * 9)
+    out = make_dataset(tmp_path, tmp_path, out=tmp_path.with_name("junk-data"))
+    statistics = open_dataset(out).manifest["statistics"]
+    left_out = "files left out, as they are no readable text: locked.txt, loop, old.md, …"
+    assert statistics["notes"][left_out] == len(JUNK) + 4
+    assert statistics["documents"] == 9
+    assert any("--glob '*.csv' --glob '*.json'" in note for note in statistics["notes"])
+    assert any("9 .md" in note for note in statistics["notes"])
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "latin-1.txt").write_bytes(JUNK["latin-1.txt"])
+    with pytest.raises(UserError, match=r"alone/latin-1\.txt: is not UTF-8"):
+        make_dataset(tmp_path, tmp_path / "alone")
+    for name in [*JUNK, "old.md", "pipe", "loop", "locked.txt"]:  # named, it is refused
+        assert error_of(tmp_path / name).startswith(f"{tmp_path / name}: ")
+    (tmp_path / "big.csv").write_text("text\n" + "one\n" * 20_000)
+    notes_of_records = Notes()
+    choose_sources(find(tmp_path), DEFAULT_READER, notes_of_records)
+    assert any("--glob '*.md'" in note for note in notes_of_records)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("train.txt test.txt validation.txt latest.txt", "train.txt latest.txt|validation.txt"),
+        ("train/a.txt Test/a.txt dev/a.txt", "train/a.txt|dev/a.txt"),
+        (
+            "train-00000-of-00001.txt test-00000-of-00001.txt a.txt",
+            "a.txt train-00000-of-00001.txt",
+        ),
+        ("val.txt b.txt", "b.txt|val.txt"),
+        ("test.txt", "test.txt"),
+        ("tests/a.txt testing.txt", "testing.txt tests/a.txt"),
+    ],
+)
+def test_names_of_splits_are_splits(names: str, expected: str, tmp_path: Path):
+    for name in names.split():
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(f"{name}\n" * 20)
+    data = make_dataset(tmp_path, tmp_path / "in")
+    manifest = open_dataset(data).manifest
+    train, _, val = expected.partition("|")
+    listed = {
+        split: [source["source"] for source in counts["sources"]]
+        for split, counts in manifest["splits"].items()
+    }
+    assert sorted(listed["train"]) == sorted(train.split())
+    assert sorted(listed["val"]) == sorted(val.split() or train.split())
+    notes = " ".join(manifest["statistics"]["notes"])
+    assert ("for validation, validation data" in notes) == bool(val)
+    num_kept = len(train.split()) + len(val.split())
+    assert ("test data by their names" in notes) == (num_kept < len(names.split()))
+    if val:
+        with pytest.raises(UserError, match=r"^--val-fraction: "):
+            make_dataset(tmp_path, tmp_path / "in", val_fraction=0.2)
 
 
 # What is not a file.
 
 
-@pytest.mark.parametrize("is_in_folder", [False, True])
 @pytest.mark.parametrize("target", ["/dev/zero", "absent.txt", "link.txt", "../pipe"])
-def test_a_link_to_no_file_is_refused(target, is_in_folder, tmp_path: Path):
+def test_a_link_to_no_file_is_refused(target, tmp_path: Path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     link = tmp_path / "folder" / "link.txt"
     link.symlink_to(target)
-    assert error_of(link.parent if is_in_folder else link).startswith(f"{link}: must be a file")
-    assert "no files" in error_of(link.parent, glob="*.md")  # what is not chosen does not matter
-
-
-def test_what_may_not_be_read_is_refused(tmp_path: Path, monkeypatch):
-    (tmp_path / "a.txt").write_text("text")
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may read everything
-    for path in (tmp_path, tmp_path / "a.txt"):
-        assert error_of(path).startswith(f"{tmp_path}/a.txt: ")
-    error = PermissionError(13, "Permission denied", str(tmp_path))
-    monkeypatch.setattr(Path, "iterdir", Mock(side_effect=error))
-    assert re.match(f"{tmp_path}: .*Permission denied", error_of(tmp_path))
+    assert error_of(link).startswith(f"{link}: ") and error_of(link.parent).startswith(f"{link}: ")
+    assert "no files" in error_of(link.parent, globs=["*.md"])  # what is not chosen does not matter
 
 
 @pytest.fixture
@@ -159,7 +234,7 @@ def test_standard_input_is_text_or_records_and_read_twice(content, texts, give_s
     (source,) = find("-", spool=tmp_path)
     assert texts_of(source) == texts_of(source) == texts
     give_stdin(tmp_path)
-    assert re.match(f"-: .*{tmp_path}.*directory.*TMPDIR", error_of("-", spool=tmp_path))
+    assert re.match(f"-.*{tmp_path}.*directory.*TMPDIR", error_of("-", spool=tmp_path))
 
 
 # Files that change between two readings.
@@ -169,10 +244,8 @@ def test_standard_input_is_text_or_records_and_read_twice(content, texts, give_s
     ("change", "word"),
     [
         (Path.unlink, "No such file|FileNotFound"),
-        (lambda path: path.write_bytes(path.read_bytes() * 2), "changed"),
         (lambda path: os.truncate(path, 300_000), "changed|shorter|could not be read"),
         (lambda path: path.write_bytes(path.read_bytes()), "changed"),
-        (lambda path: path.write_bytes(b"PAR1"), "changed|could not be read"),
     ],
 )
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.parquet"])
@@ -197,24 +270,12 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 50_000)
     (source,) = find(tmp_path / "a.jsonl")
     assert source.size
-    texts = read(source)
+    texts = read_documents(source)
     next(texts)
     with open(tmp_path / "a.jsonl", "a") as file:
         file.write('{"text": "a"}\n')
     with pytest.raises(UserError, match="changed"):
         list(texts)
-
-
-def test_a_saved_dataset_is_not_a_folder_of_texts(tmp_path: Path):
-    (tmp_path / "state.json").write_text("{}")
-    assert f"hf:{tmp_path}" in error_of(tmp_path)
-
-
-def test_the_standard_library_excludes_its_tests():
-    listed = find("stdlib")
-    assert "argparse.py" in [source.name for source in listed]
-    assert {source.suffixes[0] for source in listed} == {".py"}
-    assert not any("test" in Path(source.path).parts for source in listed)
 
 
 def test_the_documentation_is_the_reference_and_the_docstrings_of_each_module(tmp_path):
@@ -224,23 +285,9 @@ def test_the_documentation_is_the_reference_and_the_docstrings_of_each_module(tm
     assert any(text.startswith('The "assert" statement') for text in texts[:100])
     (argparse,) = [text for text in texts if text.startswith("Command-line parsing library")]
     assert "Keyword Arguments:" in argparse and "def add_argument(self" not in argparse
-
-
-@pytest.mark.parametrize(
-    ("name", "is_json"),
-    [
-        ("a.JSONL", True),
-        ("a.ndjson", True),
-        ("a.Jsonl.GZ", True),
-        ("a.jsonl.txt", False),
-        ("a.json", True),
-        ("a.json.GZ", True),
-    ],
-)
-def test_the_ending_decides_how_a_file_is_read(name: str, is_json: bool, tmp_path: Path):
-    line = b'{"text": "a document"}\n'
-    (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith("GZ") else line)
-    assert texts_of(*find(tmp_path / name)) == (["a document"] if is_json else [line.decode()])
+    modules = find("stdlib")
+    assert "argparse.py" in [source.name for source in modules]
+    assert not any("test" in Path(source.path).parts for source in modules)
 
 
 def test_the_version_changes_with_the_file_and_a_source_can_be_pickled(tmp_path, monkeypatch):
@@ -284,11 +331,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def answer(self, body: bytes) -> None:
         self.close_connection = True
         way = self.path.split("/")[1]
-        if way == "loop":
-            self.send_response(302)
-            self.send_header("Location", self.path)
-            self.end_headers()
-            return
         size = len(self.server.body)
         bounds = self.headers.get("Range")
         if way.isdigit():
@@ -307,15 +349,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             body = gzip.compress(self.server.body) if self.command == "GET" else b""
             size = len(gzip.compress(self.server.body))
             self.send_header("Content-Encoding", "gzip")
-        if way == "damaged":
-            self.send_header("Content-Encoding", "gzip")
-        if way == "shrunken" and body:
-            body = body[:-1]
-            size = len(body)
-        if way == "chunked":
-            self.send_header("Transfer-Encoding", "chunked")
-            body = b"ff\r\nonly the start" if body else b""
-        elif way != "no-length":
+        if way != "no-length":
             self.send_header("Content-Length", str(size))
         self.end_headers()
         if way == "slow":
@@ -341,7 +375,7 @@ def server(tmp_path: Path, monkeypatch) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("way", ["ranges", "no-ranges", "no-length", "gzip"])
-@pytest.mark.parametrize("size", [0, 1, 6 * 2**20])  # more than a block of fsspec
+@pytest.mark.parametrize("size", [0, 6 * 2**20])  # more than a block of fsspec
 def test_a_file_is_read_from_any_web_server(way: str, size: int, server: Server):
     content = (b"a line of text\n" * (size // 15 + 1))[:size]
     for name, body in (("a.txt", content), ("a.txt.gz?version=1", gzip.compress(content))):
@@ -360,11 +394,8 @@ def test_json_lines_and_parquet_are_read_from_a_web_server(server: Server, tmp_p
     table = pyarrow.table({"text": lines})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=100)
     server.body = (tmp_path / "a.parquet").read_bytes()
-    assert texts_of(*find(f"{server.address}/ranges/a.parquet")) == lines
-
-
-def test_the_version_of_a_served_file_changes_with_it(server: Server):
-    address = f"{server.address}/ranges/a.txt"
+    address = f"{server.address}/ranges/a.parquet"
+    assert texts_of(*find(address)) == lines
     before = find(address)[0].info
     assert find(address)[0].info == before and before[1]
     server.last_modified = "Sat, 21 Nov 2026 12:00:01 GMT"
@@ -372,26 +403,11 @@ def test_the_version_of_a_served_file_changes_with_it(server: Server):
 
 
 @pytest.mark.parametrize(
-    ("path", "word"),
-    [
-        ("404/ä ö", "404|FileNotFound"),
-        ("403/a", "403"),
-        ("500/a", "500"),
-        ("loop/a", "Redirects"),
-        ("short/a", "100"),
-        ("chunked/a", ""),
-        ("damaged/a", ""),
-    ],
+    ("path", "word"), [("404/ä ö", "404|FileNotFound"), ("500/a", "500"), ("short/a", "100")]
 )
 def test_a_failed_request_is_one_line(path, word, server):
     address = f"{server.address}/{path}"
     assert re.match(f"{re.escape(address)}: could not be read .*({word})", error_of(address))
-
-
-def test_a_body_that_is_shorter_than_announced_is_an_error(server: Server):
-    server.body = b"x" * 2**20
-    address = f"{server.address}/shrunken/a.txt"
-    assert error_of(address).startswith(f"{address}: ")
 
 
 def test_a_slow_or_silent_web_server_is_given_up(server: Server, monkeypatch):
@@ -402,9 +418,9 @@ def test_a_slow_or_silent_web_server_is_given_up(server: Server, monkeypatch):
 
 
 def test_shakespeare_is_downloaded_once_and_checked(server, shakespeare, tmp_path, monkeypatch):
-    monkeypatch.setattr(finder, "SHAKESPEARE_URL", f"{server.address}/404/input.txt")
+    monkeypatch.setattr(built_in, "SHAKESPEARE_URL", f"{server.address}/404/input.txt")
     assert re.search("could not be read.*404.*stdlib.* file", error_of("shakespeare"))
-    monkeypatch.setattr(finder, "SHAKESPEARE_URL", f"{server.address}/input.txt")
+    monkeypatch.setattr(built_in, "SHAKESPEARE_URL", f"{server.address}/input.txt")
     assert "86c4" in error_of("shakespeare")
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     server.body = shakespeare.read_bytes()
@@ -416,12 +432,9 @@ def test_shakespeare_is_downloaded_once_and_checked(server, shakespeare, tmp_pat
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch):
     (tmp_path / "file").touch()
-    for cache, home in ((tmp_path / "file", tmp_path), ("", "~")):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-        monkeypatch.setattr("os.path.expanduser", lambda name, home=home: f"{home}{name[1:]}")
-        line = error_of("shakespeare")
-        assert line.startswith(f"{cache or '~/.cache'}/gpt-trainer: ") and "XDG_CACHE_HOME" in line
-    assert not Path("~").exists()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    line = error_of("shakespeare")
+    assert f"{tmp_path}/file/gpt-trainer: " in line and "XDG_CACHE_HOME" in line
 
 
 # Other file systems.
@@ -435,35 +448,23 @@ def memory() -> Iterator[fsspec.AbstractFileSystem]:
 
 
 @pytest.mark.parametrize(
-    ("path", "glob", "text"),
+    ("path", "globs", "text"),
     [
-        ("e.txt", None, "e"),
-        ("d", None, "abc"),
-        ("d/", None, "abc"),
-        ("d", "*.txt", "bc"),
-        ("d", "deep/*.txt", "c"),
-        ("d/*.txt", None, "b"),
-        ("*/*", None, "ab"),
-        ("d/*", "*.txt", "b"),
-        ("d/**", None, "abc"),
+        ("e.txt", [], "e"),
+        ("d/", [], "abc"),
+        ("d", ["deep/*.txt"], "c"),
+        ("d", ["!deep/*"], "ab"),
+        ("*/*", [], "ab"),
+        ("d/**", ["*.txt"], "bc"),
     ],
 )
-def test_files_of_another_file_system(path: str, glob: str | None, text: str, memory):
+def test_files_of_another_file_system(path: str, globs: list[str], text: str, memory):
     contents = {"d/b.txt": "b", "d/a.md": "a", "d/deep/c.txt": "c", "e.txt": "e"}
     for name, content in (contents | {"d/.hidden.txt": "h", "d/.git/x.txt": "x"}).items():
         memory.pipe(f"/{name}", content.encode())
-    listed = find(f"memory://{path}", glob=glob)
+    listed = find(f"memory://{path}", globs=globs)
     assert "".join("".join(texts_of(source)) for source in listed) == text
-    assert "'*.py'" in error_of("memory://d", glob="*.py")
-
-
-@pytest.mark.parametrize("method", ["info", "open", "readinto"])
-def test_an_error_of_a_file_system_is_one_line(method: str, memory, monkeypatch):
-    memory.pipe("/a.txt", b"text")
-    owner = MemoryFile if method == "readinto" else type(memory)
-    refuse = Mock(side_effect=PermissionError("access\ndenied"))
-    monkeypatch.setattr(owner, method, refuse, raising=False)
-    assert "PermissionError: access denied" in error_of("memory://a.txt")
+    assert "'*.py'" in error_of("memory://d", globs=["*.py"])
 
 
 @pytest.mark.parametrize(
@@ -485,6 +486,6 @@ def test_an_unknown_hugging_face_dataset_is_one_line(run):
 
 def test_a_bug_while_reading_is_not_called_an_unreadable_file(tmp_path: Path, monkeypatch):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
-    monkeypatch.setattr("engine.data.inputs.records.JSON_DECODER", None)
+    monkeypatch.setattr("engine.data.records.tables.JSON_DECODER", None)
     with pytest.raises(AttributeError):
         texts_of(tmp_path / "a.jsonl")

@@ -1,13 +1,14 @@
 """Files as people have them are read right, or refused in one line: the tables of wild/*.toml.
 
-Each table is a case: ``file`` or ``files`` in wild/, ``arguments`` of prepare.py, and either
-``documents`` (texts; or lists of turns) or ``error``, a regex of the line. ``warnings`` is a regex
-of the command's output.
+A row has a file, or several, in wild/ with options of prepare.py; the documents (texts, or lists
+of turns), or a regex of the error; and perhaps a regex of the output. A file that is not in wild/
+is a pair of such a command and its content, whose characters are bytes.
 """
 
 import itertools
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -17,48 +18,52 @@ import pytest
 import prepare
 from engine.core.errors import UserError
 from engine.core.settings import parse
-from engine.data.inputs.documents import Corpus
+from engine.data.documents.corpus import Corpus
+from engine.data.sources import source as sources
+from engine.data.sources.notes import Notes
 
 FOLDER = Path(__file__).parent / "wild"
-CASES = {
-    f"{table.stem}: {name}": case
-    for table in sorted(FOLDER.glob("*.toml"))
-    for name, case in tomllib.loads(table.read_text(encoding="utf-8")).items()
-}
+FILES = {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*")}
+TABLES = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.toml"))]
+ROWS = [row for table in TABLES for rows in table.values() for row in rows]
 
 
 def read_documents(arguments: list[str], spool: Path) -> list[Any]:
     """Return the documents that the command would learn, in order."""
     config = parse(prepare.PrepareConfig, arguments)
-    sources, _ = prepare.list_sources(config, spool)
     reader = prepare.make_reader(config, None)
-    prepare.check_reader(config, reader, sources)
-    corpus = Corpus(sources, 0.1, (), reader)
+    inputs, _ = prepare.list_sources(config, reader, spool, Notes())
+    prepare.check_reader(config, reader, inputs)
+    corpus = Corpus(inputs, 0.1, (), reader)
     documents = [""]
-    for text in itertools.chain(*(unit.texts() for unit in corpus.units)):
-        documents[-1] += text.text
-        if text.ends_document:
+    for document in itertools.chain(*(unit.documents() for unit in corpus.units)):
+        documents[-1] += document.text
+        if document.ends_document:
             documents.append("")
     assert documents.pop() == ""
     return [*map(json.loads, documents)] if corpus.rule.has_examples else documents
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_wild_file_is_read_right_or_refused(name: str, tmp_path: Path, monkeypatch, capsys):
-    case = CASES[name]
-    inputs = [str(FOLDER / file) for file in case.get("files") or [case["file"]]]
-    arguments = [*inputs, "--tokenizer", "byte", *case.get("arguments", [])]
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row[0]))
+def test_a_wild_file_is_read_right_or_refused(row: list[Any], tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    if "error" in case:
-        with pytest.raises(UserError) as error:
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 100)
+    command, expected, *output_pattern = row
+    if isinstance(command, list):
+        command, content = command
+        (tmp_path / command.split()[0]).write_bytes(content.encode("latin-1"))
+    words = shlex.split(command)
+    arguments = [str(FOLDER / word) if word in FILES else word for word in words]
+    arguments += ["--tokenizer", "byte"]
+    if isinstance(expected, list):
+        if output_pattern:
             prepare.main(arguments)
-        line = str(error.value)
-        assert re.search(case["error"], line) and "\n" not in line, line
-        assert not [*tmp_path.rglob("*.*")]
+            output = "\n".join(capsys.readouterr())
+            assert re.search(*output_pattern, output), output
+        assert read_documents(arguments, tmp_path) == expected
         return
-    prepare.main(arguments)
-    output = "\n".join(capsys.readouterr())
-    assert re.search(case.get("warnings", ""), output), output
-    assert read_documents(arguments, tmp_path) == case["documents"]
-    prepare.main(arguments)
-    assert "up to date" in capsys.readouterr().out
+    with pytest.raises(UserError) as error:
+        prepare.main(arguments)
+    line = str(error.value)
+    assert re.search(expected, line) and "\n" not in line, line
+    assert not [*(tmp_path / "data").rglob("*.*")]

@@ -114,7 +114,7 @@ def test_full_rows_read_their_newer_half_and_equal_lengths_need_no_mask(
     model.register_forward_pre_hook(lambda module, inputs: actual.append(tuple(inputs[0].shape)))
     with OperationRecorder() as recorder:
         engine.step([0] * len(lengths))
-    assert actual == shapes and bool(engine.caches[0].span.masks) == has_masks
+    assert actual == shapes and hasattr(engine.caches[0].span, "masks") == has_masks
     assert any("index" in name for name in recorder.names) == has_masks  # gathers and scatters
 
 

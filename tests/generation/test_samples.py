@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from helpers import make_dataset, random_model
 
-from engine.data.batches import Mixture
-from engine.data.dataset import open_dataset
+from engine.data.dataset import Dataset, open_dataset
 from engine.data.split import Examples
 from engine.data.tokenizer import ByteTokenizer
 from engine.data.tokenizer_json import SPECIAL_TOKENS
@@ -19,19 +18,18 @@ from model import ModelConfig
 BYTES = ByteTokenizer()
 
 
-def make_pairs(folder: Path) -> Mixture:
+def make_pairs(folder: Path) -> Dataset:
     lines = [{"p": f"question {i}", "c": f"answer {i}"} for i in range(40)]
     path = make_dataset(folder, lines, prompt_field="p", completion_field="c")
-    return Mixture((open_dataset(path),), (1.0,))
+    return open_dataset(path)
 
 
 @pytest.mark.parametrize("kind", ["pairs", "chats"])
 def test_samples_end_where_those_of_the_command_end(tmp_path, kind):
     tokenizer = BYTES.with_special(SPECIAL_TOKENS)
     data = make_pairs(tmp_path)
-    (dataset,) = data.datasets
-    manifest = {**dataset.manifest, "origin": {"examples": kind}}
-    data = replace(data, datasets=(replace(dataset, tokenizer=tokenizer, manifest=manifest),))
+    manifest = {**data.manifest, "origin": {"examples": kind}}
+    data = replace(data, tokenizer=tokenizer, manifest=manifest)
     config = ModelConfig(vocab_size=tokenizer.vocab_size, context_length=16, d_model=16)
     model = random_model(config)
     model.head.weight.data.zero_()  # every token is drawn, also the ends
@@ -49,8 +47,8 @@ def test_prompts_of_examples_are_those_that_are_not_empty(tmp_path, num_examples
     data = make_pairs(tmp_path)
     tokens = np.array([97, 256, ~98, 97, 256][: 3 * num_examples - 1], np.int32)
     starts, lengths = (np.array(values[:num_examples]) for values in ([0, 2], [2, 3]))
-    dataset = replace(data.datasets[0], val=Examples(tokens, starts, lengths))
-    assert choose_prompts(replace(data, datasets=(dataset,))) == prompts
+    data = replace(data, val=Examples(tokens, starts, lengths))
+    assert choose_prompts(data) == prompts
 
 
 def test_incomplete_characters_are_left_out_at_both_ends():

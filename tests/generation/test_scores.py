@@ -1,10 +1,9 @@
-"""Scores: right answers are counted as by hand, in training and by sample.py, with an interval."""
+"""Scores: right answers are counted as by hand, with an interval."""
 
 import random
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,8 +14,14 @@ from engine.core.errors import UserError
 from engine.data.chats.chat import turn_ends
 from engine.data.dataset import open_dataset
 from engine.data.tokenizer import CharTokenizer
-from engine.generation.prompt_file import encode_lines, parse_answer, read_lines
-from engine.generation.scores import choose, example_questions, score_record
+from engine.generation.prompt_file import read_lines
+from engine.generation.scores import (
+    choose,
+    encode_questions,
+    example_questions,
+    parse_answer,
+    score_record,
+)
 from engine.generation.text_generator import TextGenerator
 
 LETTERS = CharTokenizer("abcdefghijklmnopqrstuvwxyz ,.")
@@ -47,7 +52,7 @@ def test_the_choice_has_the_highest_log_likelihood_per_byte(separator, tmp_path)
     ]
     path = write_lines(tmp_path / "in.jsonl", records)
     for record, question in zip(
-        records, encode_lines(read_lines(path), GENERATOR, False, 9), strict=True
+        records, encode_questions(read_lines(path), GENERATOR), strict=True
     ):
         ratings = {}
         for choice in record["choices"]:
@@ -60,7 +65,7 @@ def test_the_choice_has_the_highest_log_likelihood_per_byte(separator, tmp_path)
             ratings[choice] = -loss / len(choice)
         best, second, *_ = sorted(ratings.values(), reverse=True)
         assert best - second > 1e-5
-        assert ratings[choose(GENERATOR.decoder, question)] == best
+        assert ratings[choose(GENERATOR.decoder, LETTERS, question)] == best
 
 
 def test_a_prompt_longer_than_the_context_loses_its_beginning(tmp_path):
@@ -68,9 +73,9 @@ def test_a_prompt_longer_than_the_context_loses_its_beginning(tmp_path):
     for prompt in ("ab" * 40, "z" * 9 + "ab" * 35):
         record = {"prompt": f"{prompt} ", "choices": ["cd", "efg"], "answer": "cd"}
         path = write_lines(tmp_path / "in.jsonl", [record])
-        rows += encode_lines(read_lines(path), GENERATOR, False, 9)
+        rows += encode_questions(read_lines(path), GENERATOR)
     assert len(rows[0].prompt) > GENERATOR.model.config.context_length
-    assert choose(GENERATOR.model, rows[0]) == choose(GENERATOR.model, rows[1])
+    assert choose(GENERATOR.model, LETTERS, rows[0]) == choose(GENERATOR.model, LETTERS, rows[1])
 
 
 @pytest.mark.parametrize(
@@ -104,7 +109,7 @@ def test_an_answer_is_the_index_the_letter_or_the_text_of_a_choice(answer, choic
 def test_unusable_choices_are_refused(line, message, tmp_path):
     path = write_lines(tmp_path / "in.jsonl", [{"prompt": "a", **line}])
     with pytest.raises(UserError, match=rf"in\.jsonl, line 1: {message}"):
-        [*encode_lines(read_lines(path), GENERATOR, False, 9)]
+        [*encode_questions(read_lines(path), GENERATOR)]
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +139,7 @@ def test_a_question_of_an_example_is_its_last_answer(facts):
     assert len([*example_questions(data.val, data.tokenizer, ends, 999)]) == data.val.num_examples
 
 
-def test_the_score_of_training_is_that_of_sample_and_of_a_count_by_hand(facts, tmp_path, capsys):
+def test_the_score_of_training_is_that_of_a_count_by_hand(facts, tmp_path):
     flags = "--context-length 64 --d-model 32 --learning-rate 0.02 --steps 60 --eval-every 20"
     flags += " --score exact_match --score-examples 40 --batch-size 16 --save-every 20"
     train_tiny(facts, tmp_path / "run", *flags.split(), "--keep-checkpoints", 9)
@@ -157,25 +162,3 @@ def test_the_score_of_training_is_that_of_sample_and_of_a_count_by_hand(facts, t
         ]
         num_right = sum(q.answer == a for q, a in zip(questions, answers, strict=True))
         assert num_right / len(questions) == pytest.approx(score)
-        records = [
-            {"messages": [*chat, {"role": "assistant", "content": question.answer}]}
-            for chat, question in zip(chats, questions, strict=True)
-        ]
-        source = write_lines(tmp_path / "in.jsonl", records)
-        files = ["--prompts-file", source, "--out", tmp_path / f"out-{step}.jsonl"]
-        flags = ["--chat", "--temperature", 0, "--dtype", "float32"]
-        capsys.readouterr()
-        sample.main([*map(str, [path, *files, *flags])])
-        assert f"{num_right} of {len(questions)} answers" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("num_questions", [50, 100, 200, 500])
-def test_the_interval_covers_the_true_score_in_95_percent_of_samples(num_questions):
-    draw = np.random.default_rng(num_questions)
-    scores = draw.uniform(0.05, 0.95, 4000)
-    records = [score_record(n, num_questions) for n in draw.binomial(num_questions, scores)]
-    covers = [
-        record["val_score_low"] <= score <= record["val_score_high"]
-        for record, score in zip(records, scores, strict=True)
-    ]
-    assert 0.93 <= np.mean(covers) <= 0.97

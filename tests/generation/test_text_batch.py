@@ -28,6 +28,7 @@ BANNED = [35, 36]
 SPECIAL = [34, 35]
 SEED = 4
 FILTERS = [{"temperature": 0.0}, {}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.9, "min_p": 0.1}]
+FILTERS += [{"temperature": 0.0, "frequency_penalty": 0.5}, {"presence_penalty": -2.0}]
 
 
 def draw_request(draw: random.Random, **changes: Any) -> TextRequest:
@@ -35,8 +36,9 @@ def draw_request(draw: random.Random, **changes: Any) -> TextRequest:
     prompt = changes.pop("prompt", draw.choices(range(34), k=draw.randrange(1, 40)))
     limit = changes.pop("limit", draw.randrange(40))
     stream = TextStream(LETTERS, prompt, limit, changes.pop("stop", draw.choice([(), "ab"])))
-    options = {"repetition_penalty": draw.choice([1.0, 1.3, 2.0]), **changes}
-    return TextRequest(stream, row_seeds(SEED, [prompt])[0], draw.choice(FILTERS), **options)
+    penalty = changes.pop("repetition_penalty", draw.choice([1.0, 1.3, 2.0]))
+    options = {"repetition_penalty": penalty, **draw.choice(FILTERS)}
+    return TextRequest(stream, row_seeds(SEED, [prompt])[0], options, **changes)
 
 
 def run(
@@ -73,8 +75,9 @@ def text_of(request: TextRequest, events: list[Event]) -> str:
 def text_alone(model, request: TextRequest) -> str:
     """Return the text of a request by the definition of decoding."""
     stream = request.stream
-    settings = (stream.max_tokens, SEED, BANNED, request.repetition_penalty, SPECIAL)
-    (ids,) = decoding_definition(model, [stream.prompt], *settings, **request.filters)
+    settings = (stream.max_tokens, SEED, BANNED)
+    options = {"special": SPECIAL, **request.options}
+    (ids,) = decoding_definition(model, [stream.prompt], *settings, **options)
     return "".join(map(TextStream(LETTERS, stream.prompt, len(ids), stream.stop).push, ids))
 
 
@@ -113,10 +116,10 @@ def test_a_text_whose_logits_are_not_finite_ends_alone(plain_steps, kind):
     model = random_model(SMALL)
     draw = random.Random(5)
     prompts = ([1] * 9, [35 if kind == "prompt" else 2] * 9, [3, 4])
-    options = {"stop": (), "limit": 9, "repetition_penalty": 1.3}
+    options = {"stop": (), "limit": 9}
     requests = [draw_request(draw, prompt=prompt, **options) for prompt in prompts]
     for request in requests:
-        request.filters = {}  # so that their tokens are drawn together
+        request.options = {"repetition_penalty": 1.3}  # their tokens are drawn together
     expected = [text_alone(model, request) for request in requests]
 
     def spoil(module, inputs, logits: torch.Tensor) -> None:
@@ -185,7 +188,8 @@ def complete_all(model, prompts, limit: int, batch_size: int, stop=(), **options
     streams = [TextStream(LETTERS, ids, limit, stop) for ids in prompts]
     texts = [""] * len(prompts)
     engine = DecodingEngine(model)
-    for index, text in text_batch.complete_streams(engine, streams, batch_size, **options):
+    options["batch_size"] = batch_size
+    for index, text in text_batch.complete_streams(engine, streams, **options):
         texts[index] += text
     return texts
 
@@ -226,7 +230,7 @@ def test_equal_prompts_are_read_once_and_a_finished_text_makes_room_at_once():
     model.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape)))
     prompts = [([1], 1), ([1], 4), ([2, 2], 1), ([3, 3, 3], 2), ([1], 1)]
     streams = [TextStream(LETTERS, ids, limit) for ids, limit in prompts]
-    assert len([*text_batch.complete_streams(DecodingEngine(model), streams, 2)]) == 9
+    assert len([*text_batch.complete_streams(DecodingEngine(model), streams, batch_size=2)]) == 9
     assert shapes == [(1, 1), (1, 2), (1, 3), (2, 1), (1, 1), (1, 1), (1, 1)]
 
 

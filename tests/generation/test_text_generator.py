@@ -8,7 +8,7 @@ from helpers import SMALL, random_model
 from reference import decoding_definition
 
 from engine.core.errors import UserError
-from engine.data.chats.chat import encode_chat, encode_example, turn_ends
+from engine.data.chats.chat import encode_chat, encode_examples, turn_ends
 from engine.data.split import prompt_ids
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.data.tokenizer_json import SPECIAL_TOKENS
@@ -68,7 +68,7 @@ def test_a_typed_prompt_of_a_pair_is_encoded_as_in_training(generator):
     tokenizer = ByteTokenizer()
     pairs = TextGenerator(generator.model, tokenizer, [0])
     for prompt in ("What is a king?", " <|endoftext|>", "ä\n"):
-        example = encode_example(tokenizer, [("prompt", prompt), ("completion", "c")])
+        example = encode_examples(tokenizer, [("prompt", prompt), ("completion", "c")])[0]
         assert pairs.encode_prompt(prompt) == prompt_ids(example)
 
 

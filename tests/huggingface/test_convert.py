@@ -18,7 +18,13 @@ from helpers import same_tensors
 from test_huggingface import LLAMA3_ROPE, qwen2_tokenizer
 
 import huggingface
-from engine.huggingface.convert import from_hf_config, to_hf, to_hf_config
+from engine.huggingface.convert import (
+    from_hf_config,
+    rewrite_config,
+    rewrite_params,
+    to_hf,
+    to_hf_config,
+)
 from engine.huggingface.families import MODEL_FAMILIES
 from engine.runs.checkpoint import load_model
 from engine.runs.run_files import find_checkpoint
@@ -109,7 +115,9 @@ def save_hf_model(path: Path, hf_config: dict[str, Any], dtype: torch.dtype) -> 
     files = {name: "model.safetensors" for name in state}
     if dtype == torch.bfloat16:
         files = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(state)}
-        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+        (path / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": files})
+        )
     for file in set(files.values()):
         tensors = {name: value for name, value in state.items() if files[name] == file}
         if hf_config["model_type"] == "gpt2" and dtype == torch.float16:
@@ -144,9 +152,9 @@ def test_a_random_model_computes_the_same_and_returns_bit_for_bit(family: str, t
         error = (model(TOKENS) - expected).abs().max()
         assert error <= 1e-4 * max(1.0, expected.abs().max().item()), path / "config.json"
         hf_family, config = huggingface.choose_family(model.config, family, qwen2_tokenizer())
-        tensors = to_hf(huggingface.rewrite_params(model, config), hf_family)
+        tensors = to_hf(rewrite_params(model, config), hf_family)
         assert same_tensors(tensors, expected_tensors(hf_model))
         _, again = from_hf_config(to_hf_config(config, hf_family), "")
         assert again.layer_windows == config.layer_windows
         again = dataclasses.replace(again, windows=config.windows)
-        assert huggingface.rewrite_config(again, hf_family) == config
+        assert rewrite_config(again, hf_family) == config

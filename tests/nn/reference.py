@@ -8,7 +8,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.generation.decoding_engine import window_start
-from engine.generation.sampling import penalize_repetition, row_seeds, sample_token
+from engine.generation.sampling import (
+    draw_ids,
+    filter_in_stages,
+    noise_states,
+    penalize_repetition,
+    row_seeds,
+)
 
 
 class OperationRecorder(TorchDispatchMode):
@@ -78,6 +84,17 @@ def loss_definition(x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> T
     return -probabilities[counted, targets[counted]].log().sum()
 
 
+def filter_logits(logits: Tensor, **options) -> tuple[Tensor, Tensor]:
+    """Return the sampling weights of logits (B, V), and their token ids."""
+    stages = filter_in_stages(logits, **options)
+    return next((weights, ids) for weights, ids, is_cut in stages if not is_cut.any())
+
+
+def sample_token(logits: Tensor, draws: Sequence[tuple[int, int]], **options) -> list[int]:
+    """Draw the next token of each row of logits (B, V)."""
+    return draw_ids(logits, noise_states(draws, logits.device), **options)
+
+
 @torch.no_grad()
 def decoding_definition(
     model,
@@ -91,8 +108,9 @@ def decoding_definition(
 ) -> list[list[int]]:
     """The ids after each prompt, computed one by one and without a cache.
 
-    A penalty leaves the ids of special tokens as they are.
+    A repetition penalty leaves the ids of special tokens as they are.
     """
+    penalties = [filters.get(f"{name}_penalty", 0.0) for name in ("frequency", "presence")]
     texts = []
     for prompt, row_seed in zip(prompts, row_seeds(seed, prompts), strict=True):
         ids = list(prompt)
@@ -102,6 +120,10 @@ def decoding_definition(
             logits[:, list(banned)] = -math.inf
             if repetition_penalty != 1:
                 logits = penalize_repetition(logits, tokens, repetition_penalty, special)
+            for token in ids[len(prompt) :]:
+                logits[:, token] -= penalties[0]
+            for token in {*ids[len(prompt) :]}:
+                logits[:, token] -= penalties[1]
             ids += sample_token(logits, [(row_seed, step)], **filters)
         texts.append(ids[len(prompt) :])
     return texts

@@ -1,16 +1,11 @@
 """Activation checkpointing and compilation: the same results, and no name changes."""
 
-from functools import partial
-
 import pytest
 import torch
-from helpers import SMALL, VARIANTS, random_model, tiny
-from reference import assert_same_gradients
-from torch import nn
-from torch._dynamo.testing import CompileCounter
+from helpers import VARIANTS, random_model, tiny
 
 import train
-from engine.nn.acceleration import checkpoint_activations, compile_methods
+from engine.nn.acceleration import checkpoint_activations
 
 
 @pytest.fixture(autouse=True)
@@ -42,29 +37,6 @@ def test_checkpointed_activations_give_the_same_gradients_in_less_memory(name):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert num_kept[1] < num_kept[0] / 2
     assert list(model.state_dict()) == names
-
-
-def test_methods_are_compiled_in_place_until_that_is_undone(monkeypatch):
-    counter = CompileCounter()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    layer = nn.Linear(4, 1)
-    undo = compile_methods([(layer, "forward")])
-    for num_rows in (2, 2):
-        layer(torch.ones(num_rows, 4))
-        assert counter.frame_count == 1
-    assert list(layer.state_dict()) == ["weight", "bias"]
-    undo()
-    layer(torch.ones(3, 4))
-    assert counter.frame_count == 1
-
-
-def test_checkpointed_blocks_compile():
-    model = random_model(SMALL)
-    tokens = torch.randint(37, (2, 3, 16))
-    expected = model(*tokens)
-    checkpoint_activations(model)
-    model.forward = torch.compile(model.forward, backend="aot_eager")
-    assert_same_gradients(model(*tokens), expected, list(model.parameters()), 1e-4)
 
 
 def test_training_continues_without_a_compiler_and_warns_once(

@@ -11,7 +11,7 @@ from torch import nn
 from engine.generation.decoding_engine import DecodingEngine
 from engine.nn import inference
 from engine.nn.acceleration import checkpoint_activations, compile_methods
-from engine.nn.inference import Int8Linear, PackedLinear, build_decoder
+from engine.nn.inference import Int8Linear, build_decoder
 from model import Block, FeedForward, MultiHeadAttention
 
 KINDS = [{"rope_scaling": (4.0, 1.0, 4.0, 8.0), "rope_base": 5e5, "windows": (3,)}]
@@ -31,13 +31,6 @@ def decoder_of(request, monkeypatch):
     if request.param == "packed":
         monkeypatch.setattr(inference, "MAX_CACHED_PARAMETERS", 0)
     return build_decoder
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_weights_of_other_dtypes_are_not_packed(dtype, monkeypatch):
-    monkeypatch.setattr(inference, "MAX_CACHED_PARAMETERS", 0)
-    decoder = build_decoder(random_model(SMALL).to(dtype))
-    assert not any(isinstance(module, PackedLinear) for module in decoder.modules())
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -102,18 +95,6 @@ def test_a_decoder_computes_what_a_changed_model_defines(layer, decoder_of, monk
     model = random_model(SMALL)
     tokens = torch.randint(37, (2, 9))
     torch.testing.assert_close(decoder_of(model)(tokens), model(tokens), rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def test_a_decoder_s_heads_still_compute_their_attention(model, decoder_of):
-    x = torch.randn(1, 5, model.config.d_model)
-    attentions = []
-    for copied in (model, decoder_of(model)):
-        attention = copied.blocks[0].attention
-        rotation = copied.rotation(torch.arange(5))
-        heads = attention.heads_with_shared()
-        attentions.append([head.attention(x, rotation, *shared) for head, *shared in heads])
-    torch.testing.assert_close(*attentions, rtol=1e-4, atol=1e-5)
 
 
 def test_a_decoder_leaves_the_model_unchanged_and_trainable(model, decoder_of):

@@ -1,7 +1,6 @@
 """LoRA: equal to W + B A, step 0 equal to the base, adapters and their bases."""
 
 import shutil
-import weakref
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from helpers import (
     StopAfter,
-    add_scales,
     assert_same_run,
     logged,
     make_dataset,
@@ -23,7 +21,6 @@ from torch.func import functional_call
 
 import sample
 from engine.core.errors import UserError
-from engine.nn import inference
 from engine.nn.inference import build_decoder
 from engine.nn.lora import add_lora, lora_scale, merge_lora, merge_updates
 from engine.nn.specs import draw_initial_values
@@ -221,39 +218,3 @@ def test_where_merged_weights_do_not_fit_the_training_model_samples(tune, tmp_pa
     samples = [read_lines(tmp_path / name / "samples.jsonl") for name in ("merged", "in-place")]
     assert samples[0] == samples[1] and len(samples[0]) > 2
     assert_same_run(tmp_path / "in-place", tmp_path / "merged")
-
-
-@torch.no_grad()
-def test_merged_weights_are_freed_as_they_are_packed(monkeypatch):
-    """So that a decoder needs the weights once more, not twice."""
-    if not inference.can_pack(torch.float32):
-        pytest.skip("weights are not packed")
-    monkeypatch.setattr(inference, "MAX_CACHED_PARAMETERS", 0)
-    merged: list[weakref.ref] = []
-    monkeypatch.setattr(inference, "merge_lora", lambda model: watch(merge_lora(model)))
-    num_alive = []
-
-    def watch(model: GPT) -> GPT:
-        merged.extend(weakref.ref(block.feed_forward.contract) for block in model.blocks)
-        return model
-
-    class CountingLinear(inference.PackedLinear):
-        def __init__(self, *tensors: torch.Tensor | None):
-            super().__init__(*tensors)
-            num_alive.append(sum(ref() is not None for ref in merged))
-
-    monkeypatch.setattr(inference, "PackedLinear", CountingLinear)
-    build_decoder(with_lora(random_model(make_config({})), seed=1))
-    assert len({*num_alive}) > 1 and num_alive[-1] <= 1
-
-
-def test_a_modified_model_keeps_its_change_where_updates_are_merged(tune, tmp_path):
-    flags = ["--steps", 4, "--learning-rate", 0.05]
-    trainer = tune("run", *flags, callbacks=[Report()], modify_model=add_scales)
-    assert (tmp_path / "run" / "samples.jsonl").stat().st_size
-    expected = trainer.model.eval()(TOKENS[:, :16])
-    torch.testing.assert_close(build_decoder(trainer.model)(TOKENS[:, :16]), expected)
-    generator = sample.load(tmp_path / "run", "cpu", "float32", modify_model=add_scales)
-    torch.testing.assert_close(generator.model(TOKENS[:, :16]), expected)
-    trainer.model.blocks[0].scale.data.mul_(2)
-    assert not torch.allclose(trainer.model(TOKENS[:, :16]), expected, atol=1e-3)

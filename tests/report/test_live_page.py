@@ -1,52 +1,63 @@
-"""The live page in a browser: its figures are the library's, and nothing that is done is lost."""
+"""The page of a model in a browser: its figures are the library's, and nothing is lost."""
 
-import contextlib
 import itertools
-import threading
-from collections.abc import Iterator
+import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from helpers import SMALL, random_model, serve_page
+from helpers import SMALL, random_model
+from page_reference import Reference
 
+import prepare
+from engine.data.dataset import open_dataset
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.data.tokenizer_json import SPECIAL_TOKENS
 from engine.generation.text_generator import TextGenerator
-from engine.report.inspector import ModelInspector
+from engine.report.model_page import make_page, save_page
 from model import ModelConfig
 
 pytestmark = pytest.mark.browser
 LETTERS = CharTokenizer("".join(map(chr, range(ord("!"), ord("!") + SMALL.vocab_size))))
 NAME = "<b>small</b>"
 PROMPT = "<B>&1'*2+,$-"
-SETTINGS = {"temperature": 0.8, "top_k": None, "top_p": 0.95, "seed": 1, "max_new_tokens": 20}
+FILTERS = {"temperature": 0.8, "top_k": None, "top_p": 0.95}
+SETTINGS = {**FILTERS, "seed": 1, "max_new_tokens": 20}
+SMALL_MODEL = TextGenerator(random_model(SMALL), LETTERS, [0])
+
+
+def chat_model() -> TextGenerator:
+    tokenizer = ByteTokenizer().with_special(SPECIAL_TOKENS)
+    config = ModelConfig(vocab_size=tokenizer.vocab_size, context_length=64, d_model=16)
+    return TextGenerator(random_model(config), tokenizer, [0], is_chat_model=True)
 
 
 def expect(locator: Any) -> Any:
     return pytest.importorskip("playwright.sync_api").expect(locator)
 
 
-def make_inspector(config: ModelConfig, tokenizer: Any, prompts: Any, **options: Any) -> Any:
-    generator = TextGenerator(random_model(config), tokenizer, [0], **options)
-    return ModelInspector(generator, {**SETTINGS, "name": NAME, "text": ""}, prompts)
-
-
 @pytest.fixture(scope="module")
-def inspector() -> ModelInspector:
-    return make_inspector(SMALL, LETTERS, [PROMPT])
-
-
-@pytest.fixture(scope="module")
-def server(inspector) -> Iterator[Any]:
-    with serve_page(inspector.answers) as server:
-        yield server
+def reference() -> Reference:
+    return Reference(SMALL_MODEL)
 
 
 @pytest.fixture
-def live(page, server) -> Any:
+def open_page(page, tmp_path) -> Callable[..., Any]:
+    """Open the page of a model."""
+
+    def open_page(generator: TextGenerator, *prompts: str) -> Any:
+        text = make_page(generator, {**SETTINGS, "name": NAME, "text": ""}, prompts)
+        save_page(text, tmp_path / "model.html")
+        page.goto((tmp_path / "model.html").as_uri())
+        return page
+
+    return open_page
+
+
+@pytest.fixture
+def live(open_page) -> Any:
     """The page, which has opened with a text."""
-    page.goto(server.address)
+    page = open_page(SMALL_MODEL, PROMPT)
     wait(page)
     return page
 
@@ -62,9 +73,15 @@ def read_tokens(page: Any) -> str:
     return "".join(page.locator("#tokens [role=option]:not(.next)").all_inner_texts())
 
 
-def written_text(lines: Any) -> str:
-    first, *rest, _ = lines
-    return "".join(token["text"] for token in (*first["tokens"], *(line["token"] for line in rest)))
+def read_ids(page: Any) -> list[int]:
+    return LETTERS.encode(read_tokens(page)).tolist()
+
+
+def continue_text(reference: Reference, text: str) -> str:
+    """Return a text and what the model writes after it."""
+    ids = LETTERS.encode(text).tolist()
+    options = {**FILTERS, "seed": SETTINGS["seed"]}
+    return text + LETTERS.decode(reference.write(ids, SETTINGS["max_new_tokens"], **options))
 
 
 def percent(value: float) -> str:
@@ -73,23 +90,30 @@ def percent(value: float) -> str:
     return f"{100 * value:.2f}%" if value >= 0.0001 else "<0.01%"
 
 
-def test_it_opens_with_a_text_the_cursor_in_it_and_a_surprising_token_selected(live, inspector):
-    lines = [*inspector.write({"text": PROMPT, **SETTINGS})]
-    assert read_tokens(live) == written_text(lines)
+def test_it_opens_with_a_text_the_cursor_in_it_and_a_surprising_token_selected(live, reference):
+    assert read_tokens(live) == continue_text(reference, PROMPT)
     assert live.locator("#name").inner_text() == NAME and live.locator("b").count() == 0
     assert live.evaluate("document.activeElement.id") == "typed"
-    bits = [line["token"]["bits"][1] for line in lines[1:-1]]
+    tokens = reference.read(read_ids(live))["tokens"]
+    bits = [token["bits"][1] for token in tokens[len(PROMPT) :]]
     index = len(PROMPT) + bits.index(max(bits))
     assert live.locator("#token-title").inner_text().startswith(f"Token {index + 1}:")
     assert f"({max(bits):.2f} bits)" in live.locator("#probability").inner_text()
+    text = read_tokens(live) + "!!"
     live.fill("#typed", "!!")
     live.press("#typed", "Enter")
-    ids = [*LETTERS.encode(read_tokens(live)[:32]).tolist(), 0, 0]
     expect(live.locator("#tokens [role=option]")).to_have_count(55)
-    assert read_tokens(live) == written_text(inspector.write({"ids": ids, **SETTINGS}))
+    assert read_tokens(live) == continue_text(reference, text)
+    live.locator("#tokens [role=option]").nth(9).click()
+    live.locator("#temperature").fill("0.2")  # bars follow the sliders at once
+    table = reference.read(read_ids(live)[:10], **FILTERS | {"temperature": 0.2})["tokens"][9]
+    expected = [percent(row[-1]) for row in table["likely"]]
+    last_cells = live.locator("#likely td:last-child")
+    expect(last_cells.first).to_have_text(expected[0])
+    assert last_cells.all_inner_texts() == expected
 
 
-def test_an_alternative_begins_a_branch_and_each_branch_can_be_returned_to(live, inspector):
+def test_an_alternative_begins_a_branch_and_each_branch_can_be_returned_to(live, reference):
     first = read_tokens(live)
     live.locator("#tokens [role=option]").nth(14).click()
     button = live.locator("#likely button").nth(3)
@@ -97,8 +121,7 @@ def test_an_alternative_begins_a_branch_and_each_branch_can_be_returned_to(live,
     button.click()
     expect(live.locator("#branches button")).to_have_count(2)
     wait(live)
-    ids = LETTERS.encode(first[:14] + label).tolist()
-    assert read_tokens(live) == written_text(inspector.write({"ids": ids, **SETTINGS}))
+    assert read_tokens(live) == continue_text(reference, first[:14] + label)
     assert live.locator("#token-title").inner_text().startswith("Token 15:")
     live.locator("#branches button").first.click()
     expect(live.locator("#tokens [role=option]").nth(14)).to_have_text(first[14])
@@ -106,27 +129,26 @@ def test_an_alternative_begins_a_branch_and_each_branch_can_be_returned_to(live,
 
 
 def test_attention_follows_the_selection_in_every_color(live):
-    ids = LETTERS.encode(read_tokens(live)).tolist()
+    ids = read_ids(live)
     live.locator("#heads [role=gridcell]").nth(4).click()
     for color, index in itertools.product(("surprise", "attention", "change"), (20, 9)):
         live.check(f"input[value={color}]")
         live.locator("#tokens [role=option]").nth(index).click()
-        text = f"layer 2, head 2. “{chr(33 + ids[index])}”\u200e (token {index + 1}) looks at"
+        text = f"“{chr(33 + ids[index])}”\u200e (token {index + 1}) looks at"
         expect(live.locator("#looks")).to_contain_text(text)
+        expect(live.locator("#looks")).to_contain_text("layer 2, head 2")
     live.locator("#tokens [aria-selected=true]").press("ArrowRight")
     expect(live.locator("#looks")).to_contain_text("(token 11) looks")
-    live.check("#with-arcs")
-    assert live.locator("#arcs").is_visible()
 
 
-def test_heads_are_switched_off_in_the_grid_and_the_table_shows_before_and_after(live, inspector):
-    ids = LETTERS.encode(read_tokens(live)).tolist()
+def test_heads_are_switched_off_in_the_grid_and_the_table_shows_before_and_after(live, reference):
+    ids = read_ids(live)
     live.locator("#tokens [role=option]").nth(9).click()
     live.locator("#heads [role=gridcell]").first.press("ArrowRight")
     live.locator("#heads [aria-selected=true]").press(" ")
     expect(live.locator("#status")).to_contain_text("with all heads")
     assert live.is_checked("input[value=change]")
-    (read,) = inspector.read({"ids": ids, "off": [[1, 2]], **SETTINGS, "max_new_tokens": 1})
+    read = reference.read(ids, [[1, 2]], **FILTERS)
     expected = [[label, *map(percent, p)] for _, label, *p in read["tokens"][9]["likely"]]
     expect(live.locator("#likely tbody td").nth(0)).to_have_text(expected[0][1])
     rows = live.locator("#likely tbody tr").all()
@@ -137,52 +159,46 @@ def test_heads_are_switched_off_in_the_grid_and_the_table_shows_before_and_after
     assert live.is_checked("input[value=surprise]")
 
 
-def test_all_heads_are_measured_ranked_and_kept_over_a_reload(live, inspector):
-    ids = LETTERS.encode(read_tokens(live)).tolist()
+def test_all_heads_are_measured_and_texts_are_kept_over_a_reload(live, reference):
+    _, *bits = reference.measure(read_ids(live))
+    best = max(range(6), key=lambda head: bits[head])
     live.get_by_role("button", name="Measure all heads").click()
-    expect(live.locator("#measure-status")).to_have_text("All 6 heads measured.")
-    _, *heads = inspector.measure({"ids": ids})
-    ranked = sorted(heads, key=lambda head: -head["bits"])
-    names = [f"{i}. layer {h['layer']}, head {h['head']}" for i, h in enumerate(ranked, 1)]
-    assert live.locator("#ranks tbody th").all_inner_texts() == names
+    text = f"All 6 heads measured. The text needs most: layer {best // 3 + 1}, head {best % 3 + 1}"
+    expect(live.locator("#measure-status")).to_contain_text(text)
     live.locator("#tokens [role=option]").nth(14).click()
     live.locator("#likely button").nth(2).click()
     wait(live)
-    assert "Another text" in live.locator("#ranks").inner_text()
     assert not any(live.locator("#heads .bits").all_text_contents())
-    live.locator("#heads input").nth(5).uncheck()
-    expect(live.locator("#status")).to_contain_text("with all heads")
-    live.fill("#typed", "not sent")
-    before = [read_tokens(live), live.locator("#token-title").inner_text()]
-    live.reload()
-    expect(live.locator("#status")).to_contain_text("with all heads")
-    expect(live.locator("#token-title")).to_have_text(before[1])
-    assert read_tokens(live) == before[0] and live.input_value("#typed") == "not sent"
-    assert live.locator("#branches button").count() == 2
-    assert not live.locator("#heads input").nth(5).is_checked()
-    assert live.locator("#ranks tbody th").all_inner_texts() == names
     live.locator("#branches button").first.click()
     expect(live.locator("#heads .bits:not(:empty)")).to_have_count(6)
-    assert "Another text" not in live.locator("#ranks").inner_text()
+    live.fill("#typed", "not sent")
+    before = read_tokens(live)
+    live.reload()
+    wait(live)
+    assert read_tokens(live) == before and live.input_value("#typed") == "not sent"
+    assert live.locator("#branches button").count() == 2
 
 
-def test_scripts_keep_their_direction_and_characters_of_several_tokens_are_one(page):
+def test_work_is_stopped(live):
+    live.fill("#max_new_tokens", "4000")
+    live.get_by_role("button", name="Generate").click()
+    expect(live.locator("#stop")).to_be_enabled()
+    live.get_by_role("button", name="Stop", exact=True).click()
+    expect(live.locator("#status")).to_have_text("Stopped.")
+    live.click("#measure")
+    live.get_by_role("button", name="Stop measuring").click()
+    expect(live.locator("#measure-status")).to_have_text("Stopped.")
+    assert live.locator("#measure").inner_text() == "Measure all heads"
+
+
+def test_scripts_keep_their_direction_and_characters_of_several_tokens_are_one(open_page):
     config = ModelConfig(vocab_size=257, context_length=64, num_layers=1, d_model=16)
-    inspector = make_inspector(config, ByteTokenizer(), ["abc\nسلام\né"])
-    with serve_page(inspector.answers) as server:
-        page.goto(server.address)
-        wait(page)
-        assert page.locator("#tokens .shared b").all_inner_texts()[:5] == [*"سلام", "é"]
-        assert "Arabic: 2.0 tokens a letter." in page.locator("#status").inner_text()
-        page.locator("#tokens [role=option]").nth(4).click()
-        page.locator("#tokens [aria-selected=true]").press("ArrowLeft")  # on in this line
-        assert "Token 6:" in page.locator("#token-title").inner_text()
-
-
-def chat_inspector() -> ModelInspector:
-    tokenizer = ByteTokenizer().with_special(SPECIAL_TOKENS)
-    config = ModelConfig(vocab_size=tokenizer.vocab_size, context_length=64, d_model=16)
-    return make_inspector(config, tokenizer, [], is_chat_model=True)
+    page = open_page(TextGenerator(random_model(config), ByteTokenizer(), [0]), "abc\nسلام\né")
+    wait(page)
+    assert page.locator("#tokens .shared b").all_inner_texts()[:5] == [*"سلام", "é"]
+    page.locator("#tokens [role=option]").nth(4).click()
+    page.locator("#tokens [aria-selected=true]").press("ArrowLeft")  # on in this line
+    assert "Token 6:" in page.locator("#token-title").inner_text()
 
 
 def send(page: Any, text: str) -> None:
@@ -190,127 +206,80 @@ def send(page: Any, text: str) -> None:
     page.press("#draft", "Enter")
 
 
-def test_a_chat_fills_the_page_and_its_answers_open_in_the_inspector(page):
-    inspector = chat_inspector()
+def test_a_chat_is_retried_corrected_saved_to_train_on_and_looked_into(open_page, tmp_path):
+    generator = chat_model()
+    reference = Reference(generator)
+    page = open_page(generator)
 
-    def chat(turns: list[str], **options: Any) -> Any:
-        *pieces, last = inspector.chat({**SETTINGS, "turns": turns, **options})
-        return "".join(piece["text"] for piece in pieces), last["ids"]
+    def chat(turns: list[str], seed: int = 1) -> str:
+        return reference.chat(turns, **SETTINGS | {"seed": seed})["text"]
 
-    with serve_page(inspector.answers) as server:
-        page.goto(server.address)
-        send(page, "Hello?")
-        assert not page.locator("#inside").is_visible()
-        text, ids = chat(["Hello?"])
-        expect(page.locator("#turns p")).to_have_text(["Hello?", text])
-        send(page, "<b>two</b>")
-        turns = ["Hello?", text, "<b>two</b>"]
-        expect(page.locator("#turns p")).to_have_text([*turns, chat(turns)[0]])
-        page.get_by_role("button", name="Retry").click()
-        expect(page.locator("#turns p")).to_have_text([*turns, chat(turns, seed=2)[0]])
-        page.get_by_role("button", name="Look inside").first.click()
-        wait(page)
-        assert page.locator("#tokens [role=option]").count() == len(ids) + 1
-        page.reload()
-        wait(page)
-        page.get_by_role("button", name="Chat", exact=True).click()
-        expect(page.locator("#turns p")).to_have_text([*turns, chat(turns, seed=2)[0]])
-        assert page.locator("#turns b").count() == 0
-
-
-def test_an_error_in_a_chat_loses_no_text(browser):
-    page = browser.new_context().new_page()  # whose console reports the error of the server
-    with serve_page(chat_inspector().answers) as server:
-        page.goto(server.address)
-        expect(page.locator("#draft")).to_be_visible()
-    send(page, "three")
-    expect(page.locator("#talk-status")).to_contain_text("does not answer")
-    assert page.input_value("#draft") == "three" and page.locator("#turns p").count() == 0
-    page.context.close()
-
-
-@pytest.mark.parametrize("token", ["", "?token=%ff"])
-def test_without_its_token_the_page_says_what_to_open(browser, server, token):
-    page = browser.new_context().new_page()  # whose console reports the refusal
-    response = page.goto(server.address.partition("?")[0] + token)
-    assert response.status == 403
-    expect(page.locator("#shape")).to_contain_text("token")
-    assert not page.locator("#main").is_visible()
-    page.context.close()
+    send(page, "Hello?")
+    assert not page.locator("#inside").is_visible()
+    text = chat(["Hello?"])
+    expect(page.locator("#turns p")).to_have_text(["Hello?", text])
+    send(page, "<b>two</b>")
+    turns = ["Hello?", text, "<b>two</b>"]
+    expect(page.locator("#turns p")).to_have_text([*turns, chat(turns)])
+    page.get_by_role("button", name="Retry").click()
+    expect(page.locator("#turns p")).to_have_text([*turns, chat(turns, seed=2)])
+    page.locator("#turns p").nth(3).fill("Better.\nMuch.")
+    with page.expect_download() as download:
+        page.click("#save-chat")
+    path = tmp_path / "chats.jsonl"
+    line = download.value.path().read_text()
+    messages = json.loads(line)["messages"]
+    assert [message["content"] for message in messages] == [*turns, "Better.\nMuch."]
+    path.write_text("".join(line.replace("Hello", f"Hello {n}") for n in range(20)))
+    prepare.main([str(path), "--chat", "--tokenizer", "byte", "--out", str(tmp_path / "data")])
+    assert open_dataset(tmp_path / "data").manifest["statistics"]["documents"] == 20
+    page.get_by_role("button", name="Look inside").click()  # an edited answer has none
+    wait(page)
+    page.reload()
+    wait(page)
+    page.get_by_role("button", name="Chat", exact=True).click()
+    expect(page.locator("#turns p")).to_have_text([*turns, "Better.\nMuch."])
+    assert page.locator("#turns b").count() == 0
+    send(page, "x" * 64)
+    expect(page.locator("#talk-status")).to_contain_text("longer than the context")
+    assert page.input_value("#draft") == "x" * 64 and page.locator("#turns p").count() == 4
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_the_live_page_is_accessible_and_fits_a_phone(page, server, is_chat, check_accessibility):
-    with (
-        serve_page(chat_inspector().answers) if is_chat else contextlib.nullcontext(server) as used
-    ):
-        page.goto(used.address)
-        if is_chat:
-            send(page, "Hello?")
-            expect(page.locator("#talk-status")).to_contain_text("Done")
-        else:
-            wait(page)
-            page.locator("#heads input").first.uncheck()
-            expect(page.locator("#status")).to_contain_text("with all heads")
-            page.click("#measure")
-            expect(page.locator("#measure-status")).to_contain_text("measured")
-        check_accessibility()
-        page.set_viewport_size({"width": 390, "height": 844})
-        assert page.evaluate("document.documentElement.scrollWidth") == 390
-        if not is_chat:  # the token's table comes right after the text
-            tops = [page.locator(f"#{name}").bounding_box()["y"] for name in ("typed", "likely")]
-            maps = page.locator("#map").bounding_box()["y"]
-            assert tops[0] < tops[1] < maps
-
-
-def test_bars_follow_the_sliders_at_once(live, inspector):
-    ids = LETTERS.encode(read_tokens(live)).tolist()
-    live.locator("#tokens [role=option]").nth(9).click()
-    live.locator("#temperature").fill("0.2")
-    settings = {"temperature": 0.2, "top_p": SETTINGS["top_p"]}
-    (table,) = inspector.predict({"ids": ids, "at": 9, **settings})
-    expected = [percent(row[-1]) for row in table["likely"]]
-    last_cells = live.locator("#likely td:last-child")
-    expect(last_cells.first).to_have_text(expected[0])
-    assert last_cells.all_inner_texts() == expected
-
-
-def test_measuring_shows_its_progress_and_can_be_stopped(page, inspector):
-    release = threading.Event()
-
-    def measure(question: Any) -> Iterator[dict]:
-        yield {"bits": 3.0}
-        yield {"layer": 1, "head": 1, "bits": 0.5}
-        release.wait(60)
-        yield {"layer": 1, "head": 2, "bits": 0.5}
-
-    with serve_page(inspector.answers | {"measure": measure}) as server:
-        page.goto(server.address)
+def test_the_page_is_accessible_and_fits_a_phone(open_page, is_chat, check_accessibility):
+    page = open_page(chat_model() if is_chat else SMALL_MODEL, PROMPT)
+    if is_chat:
+        send(page, "Hello?")
+        expect(page.locator("#talk-status")).to_contain_text("Done")
+    else:
         wait(page)
+        page.locator("#heads input").first.uncheck()
+        expect(page.locator("#status")).to_contain_text("with all heads")
         page.click("#measure")
-        expect(page.locator("#measure-status")).to_have_text("Head 1 of 6…")
-        page.get_by_role("button", name="Stop measuring").click()
-        release.set()
-        expect(page.locator("#measure-status")).to_have_text("Stopped.")
-        assert page.locator("#measure").inner_text() == "Measure all heads"
+        expect(page.locator("#measure-status")).to_contain_text("measured")
+    check_accessibility()
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    if not is_chat:  # the token's table comes right after the text
+        tops = [page.locator(f"#{name}").bounding_box()["y"] for name in ("typed", "likely", "map")]
+        assert tops == sorted(tops)
 
 
-def test_a_text_of_ones_own_is_measured_or_continued_and_what_is_of_another_waits(live, inspector):
+def test_a_text_of_ones_own_is_read_or_continued(live, reference):
+    before = read_tokens(live)
     live.click("#edit")
-    assert live.input_value("#whole") == read_tokens(live)
-    assert live.locator("#measure").evaluate("element => element.closest('[inert]') !== null")
-    live.fill("#whole", "(&1'*2")
+    assert live.input_value("#typed") == before and read_tokens(live) == ""
+    live.fill("#typed", "(&1'*2")
     live.click("#read")
     wait(live)
-    (read,) = inspector.read({"text": "(&1'*2"})
-    bits = [token["bits"][0] for token in read["tokens"][1:]]
-    mean = f"{torch.tensor(bits).mean():.2f} bits each"
-    assert read_tokens(live) == "(&1'*2" and mean in live.locator("#status").inner_text()
+    mean, *_ = reference.measure(LETTERS.encode("(&1'*2").tolist())
+    assert read_tokens(live) == "(&1'*2"
+    assert f"{mean:.2f} bits each" in live.locator("#status").inner_text()
     live.click("#edit")
-    live.fill("#whole", PROMPT[:5])
-    live.press("#whole", "Enter")
+    live.fill("#typed", PROMPT[:5])
+    live.press("#typed", "Enter")
     expect(live.locator("#tokens [role=option]")).to_have_count(5 + SETTINGS["max_new_tokens"] + 1)
     wait(live)
-    assert read_tokens(live) == written_text(inspector.write({"text": PROMPT[:5], **SETTINGS}))
-    assert live.evaluate("document.activeElement.id") == "typed"
-    assert live.locator("[inert]").count() == 0
+    assert read_tokens(live) == continue_text(reference, PROMPT[:5])
+    live.locator("#branches button").first.click()
+    expect(live.locator("#tokens [role=option]").first).to_have_text(before[0])

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import make_dataset, write_lines
 
 import engine.report.memorization as memorization
-from engine.data.dataset import Dataset, open_dataset
-from engine.data.split import ShardedTokens, Split, token_ids
+from engine.data.dataset import Dataset
+from engine.data.shards.shard_file import ShardedTokens
+from engine.data.split import Split
 from engine.data.tokenizer import ByteTokenizer, Tokenizer
 from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.report.memorization import MIN_PASSAGE_BYTES, find_passages
@@ -23,7 +23,8 @@ def encode(documents: Sequence[str], tokenizer: Tokenizer, shard_tokens: int = 2
     starts = range(0, len(ids), shard_tokens)
     arrays = [np.array(ids[start : start + shard_tokens], np.uint16) for start in starts]
     shards = [{"file": f"{n}.npy", "tokens": len(array)} for n, array in enumerate(arrays)]
-    manifest = {"splits": {"train": {"shards": shards, "sources": []}}}
+    counts = {"bytes": sum(map(len, map(str.encode, documents))), "tokens": len(ids)}
+    manifest = {"splits": {"train": {"shards": shards, "sources": [], **counts}}}
     splits = (Split(ShardedTokens(arrays)), Split(arrays[0][:0]))
     return Dataset(Path("data"), manifest, tokenizer, *splits, "")
 
@@ -53,10 +54,9 @@ def bpe(code) -> Tokenizer:
     return train_bpe_tokenizer([code[:30_000]], 600)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_passages_are_those_of_the_definition(seed, bpe, monkeypatch):
+@pytest.mark.parametrize("seed", range(12))
+def test_passages_are_those_of_the_definition(seed, bpe):
     draw = random.Random(seed)
-    monkeypatch.setattr(memorization, "DECODED_CHUNK_TOKENS", draw.choice((50, 300, 2**18)))
     alphabet = draw.choice(["a", "ab", "abcd", "x \n", "äб漢🚀", "é\0\x7f"])
 
     def draw_piece() -> str:
@@ -77,20 +77,6 @@ def test_passages_are_those_of_the_definition(seed, bpe, monkeypatch):
     for text, spans in zip(texts, passages, strict=True):
         assert [(start, length) for start, length, _ in spans] == find_spans_slowly(text, documents)
     assert fraction == 1
-
-
-def test_a_passage_names_the_file_in_which_it_lies(tmp_path):
-    (tmp_path / "texts").mkdir()
-    for name in ("argparse.jsonl", "mint.jsonl", "sage.jsonl"):
-        rows = [{"p": f"What does {name} say of {n}? ", "c": f"That {n} é."} for n in range(50)]
-        write_lines(tmp_path / "texts" / name, rows)
-    flags = {"prompt_field": "p", "completion_field": "c", "glob": "*.jsonl"}
-    dataset = open_dataset(make_dataset(tmp_path, tmp_path / "texts", **flags))
-    examples = [dataset.train.example(index) for index in (0, 60, 120)]
-    texts = [ByteTokenizer().decode(token_ids(example)[:-1].tolist()) for example in examples]
-    passages, _ = find_passages([f"…{text}…" for text in texts], [dataset])
-    assert passages == [[(1, len(text), text.split()[2])] for text in texts]
-    assert len({text.split()[2] for text in texts}) == 3
 
 
 def test_a_passage_of_many_sources_names_the_shard_and_a_search_in_part_its_fraction(monkeypatch):

@@ -70,7 +70,7 @@ def write_sharded(folder: Path, shards: int = NUM_SHARDS) -> Path:
 # Written and read.
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3, NUM_SHARDS])
+@pytest.mark.parametrize("shards", [1, NUM_SHARDS])
 def test_a_sharded_checkpoint_equals_the_gathered_one(tmp_path, shards):
     (tmp_path / "gathered").mkdir()
     gathered = open_checkpoint(write_gathered(tmp_path / "gathered")).verify()
@@ -89,18 +89,12 @@ def test_a_sharded_checkpoint_equals_the_gathered_one(tmp_path, shards):
     assert not (tmp_path / "shards").exists()
 
 
-@pytest.fixture
-def model_checkpoint(tmp_path) -> tuple[GPT, Checkpoint]:
-    """A model and its checkpoint."""
+def test_a_model_is_loaded_without_naming_its_class(tmp_path, monkeypatch):
     sizes = {"vocab_size": 11, "context_length": 8, "num_layers": 1, "num_heads": 2, "d_model": 8}
     model = GPT(ModelConfig(**sizes))
     state = make_state(60, model=model.config)
     write_checkpoint(tmp_path / "one", state, model.state_dict(), {}, save_tokenizer)
-    return model, open_checkpoint(tmp_path / "one")
-
-
-def test_a_model_is_loaded_without_naming_its_class(model_checkpoint):
-    model, checkpoint = model_checkpoint
+    checkpoint = open_checkpoint(tmp_path / "one")
     loaded = load_model(checkpoint)
     assert loaded.config == model.config and not loaded.training
     assert same_tensors(loaded.state_dict(), model.state_dict())
@@ -108,13 +102,9 @@ def test_a_model_is_loaded_without_naming_its_class(model_checkpoint):
         state = make_state(60, model=dataclasses.replace(checkpoint.state.model, **{name: value}))
         with pytest.raises(UserError, match=r"one.*state\.json"):
             load_model(Checkpoint(checkpoint.path, state, {}))
-
-
-@pytest.mark.parametrize("error", [KeyError, ValueError, RuntimeError])
-def test_a_bug_of_the_model_is_not_called_a_damaged_file(error, model_checkpoint, monkeypatch):
-    monkeypatch.setattr(GPT, "__init__", Mock(side_effect=error("a bug")))
-    with pytest.raises(error, match="a bug"):
-        load_model(model_checkpoint[1])
+    monkeypatch.setattr(GPT, "__init__", Mock(side_effect=ValueError("a bug")))
+    with pytest.raises(ValueError, match="a bug"):  # and not a damaged file
+        load_model(checkpoint)
 
 
 # Corrupted.
@@ -153,19 +143,3 @@ def test_an_impossible_manifest_is_refused(tmp_path, changes, message):
     (path / "manifest.json").write_text(json.dumps(manifest | changes))
     with pytest.raises(UserError, match=message):
         open_checkpoint(path)
-
-
-@pytest.mark.parametrize("name", [*GATHERED_FILES, "manifest.json"])
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_refused_by_name(tmp_path, name, damage):
-    path = write_gathered(tmp_path)
-    DAMAGES[damage](path / name)
-    with pytest.raises(UserError, match="step-00000060") as caught:
-        open_checkpoint(path).verify()
-    assert name in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_setting_that_is_not_finite_is_null_in_state_json(tmp_path):
-    path = write_gathered(tmp_path, settings={"z_loss": float("inf")})
-    assert "Infinity" not in (path / "state.json").read_text()
-    assert open_checkpoint(path).state.settings == {"z_loss": None}

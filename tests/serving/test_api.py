@@ -1,13 +1,12 @@
 """OpenAI's API over HTTP: answers, streams, errors, keys, clients that leave, and Ctrl-C."""
 
-import asyncio
+import base64
 import contextlib
 import dataclasses
 import http.client
 import json
-import multiprocessing
-import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +17,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
-import torch
 from helpers import ROOT, SMALL, random_model, serve_in_thread
 
 import sample
@@ -29,9 +26,9 @@ from engine.data.chats.chat import encode_chat, own_template
 from engine.data.chats.examples import parse_messages
 from engine.data.tokenizer import ByteTokenizer
 from engine.data.tokenizer_json import SPECIAL_TOKENS
+from engine.generation.sampling import TextOptions
 from engine.generation.text_generator import TextGenerator
 from engine.serving.api import Api
-from engine.serving.server import Server
 
 TEMPLATE = (
     "{{ tools | tojson }}{{ style }}{{ enable_thinking }}"
@@ -51,16 +48,15 @@ connect = partial(http.client.HTTPConnection, "127.0.0.1", timeout=WAIT_SECONDS)
 
 
 @contextlib.contextmanager
-def serving(key: str = "", **changes: Any) -> Iterator[SimpleNamespace]:
+def serving(key: str = "", page: str = "", **changes: Any) -> Iterator[SimpleNamespace]:
     """A server in a thread, which needs 8 s for LONG; ``end`` ends it as Ctrl-C does."""
-    api = Api(dataclasses.replace(GENERATOR, **changes), "run/small", key)
+    api = Api(dataclasses.replace(GENERATOR, **changes), "run/small", key, page)
     batch = api.worker.batch
     step = batch.step
     batch.step = lambda: time.sleep(0.004) or step()
-    server = Server()
-    api.add_to(server)
-    with serve_in_thread(server) as end:
-        yield SimpleNamespace(api=api, port=server.port, batch=batch, end=end)
+    with serve_in_thread(api.app) as server:
+        yield SimpleNamespace(api=api, batch=batch, **vars(server))
+    api.worker.stop()
 
 
 @pytest.fixture(scope="module")
@@ -111,11 +107,12 @@ def wait_until(condition: Callable[[], Any]) -> None:
         {"min_tokens": 0, "ignore_eos": False, "skip_special_tokens": True},
         {"seed": 5, "temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
         {"seed": -7, "repetition_penalty": 1.5, "stop": ["x", "qu"]},
-        {"temperature": 0, "stop": "e"},
+        {"frequency_penalty": 1.0, "presence_penalty": -0.5, "verbosity": "low"},
+        {"temperature": 0, "top_p": 0, "stop": "e"},
     ],
 )
 def test_a_completion_is_the_text_of_the_generator_whole_and_streamed(server, options):
-    names = {*sample.DEFAULT_OPTIONS, "stop"} & {*options}
+    names = TextOptions.__optional_keys__ & {*options}
     settings = {"seed": 1, **API_DEFAULTS, **{name: options[name] for name in names}}
     expected = GENERATOR.generate_samples(2, "The cat", max_new_tokens=30, **settings)
     body = {"prompt": "The cat", "max_tokens": 30, "n": 2, "seed": 1, **options}
@@ -180,8 +177,8 @@ def test_the_official_client_gets_models_texts_streams_and_errors():
         body |= {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1}
         body |= {"tools": TOOLS, "tool_choice": "none"}  # the template does not get them
         body |= {"function_call": "none", "model": "another"}
-        chat = client.chat.completions.create(**body)
-        turns, _ = parse_messages(MESSAGES, own_template(generator.tokenizer))
+        chat = client.chat.completions.create(**body, reasoning_effort="low")
+        turns = parse_messages(MESSAGES, own_template(generator.tokenizer))
         assert chat.model == model.id
         assert chat.usage.prompt_tokens == len(encode_chat(generator.tokenizer, turns))
         texts = [choice.message.content for choice in chat.choices]
@@ -205,24 +202,54 @@ def test_the_official_client_gets_models_texts_streams_and_errors():
             client.with_options(api_key="wrong").models.list()
 
 
+@pytest.mark.real
+def test_openai_for_javascript_gets_models_texts_chats_streams_and_errors(tmp_path):
+    npm = shutil.which("npm") or pytest.skip("npm is not installed")
+    command = [npm, "install", "--silent", "--no-audit", "--no-fund", "openai@6"]
+    if subprocess.run(command, cwd=tmp_path).returncode:
+        pytest.skip("npm cannot fetch the package")
+    with serving("secret") as server:
+        url = f"http://127.0.0.1:{server.port}/v1"
+        script = ROOT / "tests/serving/client.mjs"
+        output = subprocess.check_output(["node", script, tmp_path, url], timeout=120)
+        results = json.loads(output)
+        generator = server.api.generator
+        options = {"max_new_tokens": 20, "seed": 2, **API_DEFAULTS}
+        text = generator.generate("The cat", **options)
+        turns = [("user", "Hello")]
+        answer = "".join(generator.stream_answer(turns, frequency_penalty=1.0, **options))
+    assert results["text"] == results["texts"] and results["answer"] == results["answers"]
+    assert (results["text"]["text"], results["ids"], results["answer"]["text"]) == (
+        text,
+        text,
+        answer,
+    )
+    assert results["text"]["usage"]["prompt_tokens"] == 7
+    assert results["stop"]["text"] == text.partition(text[5])[0]
+    assert results["stop"]["finish_reason"] == "stop"
+    assert results["failure"] == ["BadRequestError", 400, "temperature"]
+    assert results["model"] == "run/small"
+
+
 WRONG_ARGUMENTS = {
-    "prompt": [None, [97, 10**9], [True], "\ud800", "a" * 2048],
+    "prompt": [None, [97, 10**9], [True], "a" * 2048, [[97]] * 512],
     "temperature": ["a: b", 10**400],
     "max_tokens": [1.5, -2],
-    "stop": ["", ["a"] * 10**4],
+    "stop": ["", ["a"] * 10**4, ["a" * 201], 5],
     "skip_special_tokens": [False],
+    "top_p": [-0.1, True],
     **{name: [[1]] for name in ("presence_penalty", "stream_options", "x" * 10**5)},
 }
-WRONG_PATHS = ["/v1/embeddings", "/v1"]
-WRONG_CHATS = [[], [{"role": "x", "content": "a"}], [{"role": "user", "content": "\udc00"}]]
-WRONG_CHATS += [[{"role": "user", "content": None}]]
+WRONG_PATHS = ["/v1/embeddings", "/v1/responses", "/v1"]
+WRONG_CHATS = [[], [{"role": "x", "content": "a"}], [{"role": "user", "content": None}]]
+WRONG_BODIES = [[1], b'{"prompt": ', b"[" * 10**5, b"\xff", b'{"prompt": "\\ud800"}', b""]
 REFUSALS = [
-    *((400, TEXT, body, None) for body in ([1], b'{"prompt": ', b"[" * 10**5, b"\xff")),
+    *((400, TEXT, body, None) for body in WRONG_BODIES),
     (400, CHAT, b'{"seed": NaN}', None),
     *((404, path, {}, None) for path in WRONG_PATHS),
     (405, "/v1/models", {}, None),
     (413, TEXT, b" " * 10**8, None),
-    (400, TEXT, {"prompt": [[97]] * 1000}, "n"),
+    (400, TEXT, {"prompt": [[97]] * 128, "n": 3}, "n"),
     (400, TEXT, {"prompt": "a" * 2049, "max_tokens": 0}, "prompt"),
     (400, CHAT, {"messages": MESSAGES, "tools": TOOLS}, "tools"),
     (400, CHAT, {"messages": [{"role": "user", "content": "a" * 4000}]}, "messages"),
@@ -230,6 +257,7 @@ REFUSALS = [
     (400, CHAT, {"messages": MESSAGES, "continue_final_message": True}, "messages"),
     (400, CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
     (400, CHAT, {"messages": MESSAGES, "function_call": "auto"}, "function_call"),
+    (400, CHAT, {"messages": MESSAGES, "response_format": {"type": "json"}}, "response_format"),
     (400, CHAT, {"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt"),
     *(
         (400, CHAT, {"messages": MESSAGES, "chat_template_kwargs": value}, "chat_template_kwargs")
@@ -254,23 +282,48 @@ def test_a_mistake_is_an_error_in_openais_form_that_names_the_argument(
     assert path not in WRONG_PATHS or CHAT in error["message"]
 
 
-def test_a_body_that_differs_from_its_encoding_is_refused(server, caplog):
-    for _ in range(2):  # the first is logged, if at all, after its answer
-        assert send(server, TEXT, {"prompt": "a"}, **{"Content-Encoding": "gzip"})[0] == 400
-    assert not caplog.records
+def test_a_body_may_be_long_and_have_a_byte_order_mark_and_is_not_compressed(server):
+    body = json.dumps({"prompt": "a\r\nb\r", "echo": True, "max_tokens": 0, "logprobs": 0}).encode()
+    for path in (TEXT, f"{TEXT}/"):
+        status, answer = send(server, path, b"\xef\xbb\xbf" + body)
+        assert status == 200 and answer["choices"][0]["text"] == "a\r\nb\r"
+        assert answer["choices"][0]["logprobs"]["text_offset"] == [*range(5)]
+    for encoding in ("gzip", "br", "x"):
+        assert send(server, TEXT, body, **{"Content-Encoding": encoding})[0] == 415
+    texts = [[100] * CONFIG.context_length] * 256
+    assert len(complete(server, prompt=texts, max_tokens=0)[0]) == 256
 
 
 def test_a_key_is_needed_for_each_request_and_for_other_machines(server):
     assert send(server, TEXT, {"prompt": "a"}, Host="evil.example")[0] == 403
     assert send(server, TEXT, {"prompt": "a"}, Origin="http://evil.example")[0] == 403
-    with serving("secret", is_chat_model=False) as server:
-        for value in ("", "Bearer wrong", "secret", "Basic secret"):
+    with serving("secret", "a page", is_chat_model=False) as server:
+        login = base64.b64encode(b"me:secret").decode()
+        for value in ("", "Bearer wrong", "secret", f"Basic {login}"):
             status, answer = send(server, TEXT, {"prompt": "a"}, Authorization=value)
             assert status == 401 and answer["error"]["code"] == "invalid_api_key"
         headers = {"Authorization": "bearer secret", "Host": "example.com"}
-        assert send(server, "/v1/models", b"", "GET", **headers)[0] == 200
+        assert send(server, "/v1/models/", b"", "GET", **headers)[0] == 200
+        assert send(server, "/v1/models/run/small/", b"", "GET", **headers)[0] == 200
         status, answer = send(server, CHAT, {"messages": MESSAGES}, **headers)
         assert status == 400 and TEXT in answer["error"]["message"]  # not a model of chats
+        for value, status in ((f"Basic {login}", 200), ("Basic %", 401), ("", 401)):
+            with contextlib.closing(connect(server.port)) as connection:
+                connection.request("GET", "/", headers={"Authorization": value})
+                response = connection.getresponse()
+                assert response.status == status and (status == 200) == (
+                    response.read() == b"a page"
+                )
+                assert (response.headers["WWW-Authenticate"] == "Basic") == (status == 401)
+
+
+def test_a_model_recommends_its_sampling_and_ignored_arguments_are_named_once(capsys):
+    with serving(sampling={"temperature": 0.0, "top_k": 1}) as server:
+        body = {"prompt": "The cat", "max_tokens": 9}
+        ((greedy,), _), _ = [complete(server, **body, reasoning_effort="high") for _ in range(2)]
+        assert greedy == complete(server, **body, temperature=0)[0][0]
+        assert greedy != complete(server, **body, temperature=2, top_k=0)[0][0]
+    assert capsys.readouterr().err.count("reasoning_effort") <= 1  # of this process
 
 
 def test_with_a_key_pages_of_any_origin_may_ask(server):
@@ -281,9 +334,10 @@ def test_with_a_key_pages_of_any_origin_may_ask(server):
             response = connection.getresponse()
             return response.status, response.headers["Access-Control-Allow-Origin"]
 
-    assert ask(server, "OPTIONS") == (403, None)
+    preflight = {"Access-Control-Request-Method": "POST"}
+    assert ask(server, "OPTIONS", **preflight) == (405, None)
     with serving("secret") as keyed:
-        assert ask(keyed, "OPTIONS") == (204, "*")
+        assert ask(keyed, "OPTIONS", **preflight) == (200, "*")
         assert ask(keyed, "GET", Authorization="Bearer secret") == (200, "*")
 
 
@@ -333,40 +387,18 @@ def test_names_of_special_tokens_in_a_prompt_are_text_unless_they_are_parsed(ser
     assert not capsys.readouterr().err
 
 
-def test_a_bug_and_the_end_of_the_server_end_answers_with_an_error(monkeypatch, caplog):
-    with serving() as server, ThreadPoolExecutor() as pool:
+def test_a_bug_ends_answers_with_an_error(monkeypatch, caplog):
+    with serving() as server:
         with streaming(server, **LONG) as events:
             assert "choices" in next(events)
             monkeypatch.setattr(server.batch, "step", lambda: 1 / 0)
             assert [*events][-1]["error"]["type"] == "server_error"
             assert send(server, TEXT, LONG)[0] == 500 and "ZeroDivisionError" in caplog.text
-            monkeypatch.undo()
-        with streaming(server, **LONG) as events:
-            assert "choices" in next(events)
-            future = pool.submit(send, server, TEXT, LONG)
-            wait_until(lambda: len(server.batch.requests) == 2)
-            pool.submit(server.end)
-            assert future.result(WAIT_SECONDS) == (503, [*events][-1])
-
-
-@pytest.mark.parametrize("on_ctrl_c", [signal.default_int_handler, signal.SIG_IGN])
-def test_a_signal_to_end_ends_a_stream_with_an_error(on_ctrl_c: Any):
-    server = Server()
-    Api(GENERATOR, "run/small").add_to(server)
-
-    def serve() -> None:
-        torch.set_num_threads(1)  # those of the parent do not exist in a fork
-        signal.signal(signal.SIGINT, on_ctrl_c)  # ignored by what a script starts with &
-        server.serve()
-
-    process = multiprocessing.get_context("fork").Process(target=serve)
-    process.start()
-    with streaming(server, **LONG) as events:
-        assert "choices" in next(events)
-        os.kill(process.pid, signal.SIGTERM)
-        assert [*events][-1]["error"]["type"] == "server_error"
-    process.join(WAIT_SECONDS)
-    assert process.exitcode == 128 + signal.SIGTERM
+        monkeypatch.undo()
+        caplog.clear()
+        monkeypatch.setattr(GENERATOR, "encode_prompt", lambda *_: 1 / 0)
+        monkeypatch.setattr(server.api, "generator", GENERATOR)
+        assert send(server, TEXT, LONG)[0] == 500 and "in encode_prompts" in caplog.text
 
 
 def test_a_full_queue_refuses_and_a_client_that_leaves_frees_its_row_and_its_place():
@@ -388,54 +420,44 @@ def test_a_full_queue_refuses_and_a_client_that_leaves_frees_its_row_and_its_pla
         wait_until(lambda: [request.is_cancelled for request in requests] == [False, *[True] * 3])
         assert complete(server, prompt="a", max_tokens=3) and not requests[0].stream.is_finished
         stack.close()
-        wait_until(lambda: not server.batch.requests and not server.api.arrivals)
+        wait_until(lambda: not server.batch.requests)
 
 
-def test_a_client_that_does_not_read_or_send_loses_its_place(monkeypatch):
-    monkeypatch.setattr("engine.serving.server.WRITE_TIMEOUT_SECONDS", 0.2)
+def test_a_body_that_does_not_arrive_is_an_error(monkeypatch, server):
     monkeypatch.setattr("engine.serving.server.READ_TIMEOUT_SECONDS", 0.1)
-    with serving() as server, streaming(server, **LONG, n=32, logprobs=20):
-        stream = server.batch.requests[0].stream
-        wait_until(lambda: not server.api.arrivals and not server.batch.requests)
-        assert stream.new_ids and not stream.is_finished
-        with contextlib.closing(connect(server.port)) as connection:
-            connection.putrequest("POST", TEXT)
-            connection.putheader("Content-Length", "9")
-            connection.endheaders(b"{")
-            assert connection.getresponse().status == 408
+    with contextlib.closing(connect(server.port)) as connection:
+        connection.putrequest("POST", TEXT)
+        connection.putheader("Content-Length", "9")
+        connection.endheaders(b"{")
+        assert connection.getresponse().status == 408
 
 
-def test_the_command_answers_or_refuses_each_of_a_burst_and_ctrl_c_ends_it(trained):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_command_answers_a_burst_and_a_signal_ends_it(trained, number):
     run = trained("run", "--steps", 1)
     command = [sys.executable, ROOT / "sample.py", run, "--serve", "--port=0", "--device=cpu"]
     listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # ignored in the background
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
-
-    async def ask_all(url: str) -> list[tuple[int, dict[str, Any]]]:
-        async def ask(number: int) -> tuple[int, dict[str, Any]]:
-            body = {"prompt": f"{number} is", "max_tokens": 3, "seed": number}
-            async with client.post(url, json=body) as response:
-                return response.status, await response.json()
-
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
-            return await asyncio.gather(*map(ask, range(400)))
-
     popen = subprocess.Popen([*map(str, command)], preexec_fn=listen, **pipes)
     with popen as process, contextlib.ExitStack() as stack:
         stack.callback(process.kill)  # after a failure
         port = re.search(r"http://127\.0\.0\.1:(\d+)/v1\n", process.stdout.readline())[1]
-        token = re.search(rf":{port}/\?token=(\S{{40,}})", process.stdout.readline())[1]
-        url = f"http://127.0.0.1:{port}{TEXT}"
-        with ThreadPoolExecutor() as pool:  # a browser's test may have left a loop in this one
-            answers = pool.submit(asyncio.run, ask_all(url)).result()
-        assert {200} <= {status for status, _ in answers} <= {200, 429}
+        assert f":{port}/ " in process.stdout.readline()
+        server = SimpleNamespace(port=int(port))
+
+        def ask(number: int) -> tuple[int, Any]:
+            return send(server, TEXT, {"prompt": f"{number} is", "max_tokens": 3, "seed": number})
+
+        num_requests = 400 if number == signal.SIGINT else 10
+        with ThreadPoolExecutor(num_requests) as pool:
+            answers = [*pool.map(ask, range(num_requests))]
         generate = partial(sample.load(run, "cpu").generate, max_new_tokens=3, **API_DEFAULTS)
-        for number, (status, answer) in [*enumerate(answers)][::9]:
-            alone = generate(f"{number} is", seed=number)
-            assert status == 429 or answer["choices"][0]["text"] == alone
-        page = stack.enter_context(contextlib.closing(connect(int(port))))
-        page.request("POST", "/write", '{"max_new_tokens": 2000}', {"X-Token": token})
-        assert b"tokens" in page.getresponse().readline()  # the rest is being written
-        process.send_signal(signal.SIGINT)
-        assert process.wait(WAIT_SECONDS) == 130
-        assert process.stderr.read() == "interrupted\n" and not process.stdout.read()
+        for number_, (status, answer) in [*enumerate(answers)][::9]:
+            alone = generate(f"{number_} is", seed=number_)
+            assert status == 200 and answer["choices"][0]["text"] == alone
+        events = stack.enter_context(streaming(server, prompt="1", max_tokens=10**6))
+        assert "choices" in next(events)  # the rest is being written
+        process.send_signal(number)
+        assert process.wait(WAIT_SECONDS) == 128 + number
+        expected = "interrupted\n" if number == signal.SIGINT else ""
+        assert (process.stdout.read(), process.stderr.read()) == ("", expected)

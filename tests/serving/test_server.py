@@ -1,64 +1,51 @@
-"""The HTTP server: who may ask, and connections without a request."""
+"""The HTTP server: its addresses, and who may ask."""
 
-import asyncio
-import contextlib
 import http.client
 import socket
-from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import make_mocked_request
 from helpers import serve_in_thread
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
 from engine.core.errors import UserError
 from engine.serving.openai_format import ApiError
-from engine.serving.server import Server, refuse_foreign, send_stream
+from engine.serving.server import answer_error, listen, refuse_foreign
 
 
-@pytest.mark.parametrize("port", [80, 8000])
-def test_the_port_of_http_may_be_left_out_of_the_host(port):
-    transport: Any = SimpleNamespace(get_extra_info=lambda name, default=None: ("", port))
-    headers = {"Host": "localhost", "Origin": "http://localhost"}
-    with contextlib.nullcontext() if port == 80 else pytest.raises(ApiError):
-        refuse_foreign(make_mocked_request("GET", "/", headers, transport=transport))
+async def answer(request: Any) -> PlainTextResponse:
+    refuse_foreign(request)
+    return PlainTextResponse("right")
 
 
-def test_a_port_in_use_is_an_error():
-    server = Server()
-    with pytest.raises(UserError, match="--port"):
-        Server(server.port)
+APP = Starlette(routes=[Route("/", answer)], exception_handlers={ApiError: answer_error})
 
 
-def test_only_a_connection_that_stays_silent_is_closed(monkeypatch):
-    monkeypatch.setattr("engine.serving.server.MAX_SILENT_SECONDS", 0.3)
-    release = asyncio.Event()
+def test_only_pages_of_this_machine_and_port_may_ask():
+    with serve_in_thread(APP) as server:
 
-    async def chunks() -> AsyncIterator[str]:
-        yield "first\n"
-        await release.wait()
-        yield "last\n"
+        def ask(host: str, **headers: str) -> int:
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+            connection.request("GET", "/", headers={"Host": host, **headers})
+            return connection.getresponse().status
 
-    async def answer(request: web.Request) -> web.StreamResponse:
-        return await send_stream(request, "text/plain", chunks())
+        for host in ("localhost", f"localhost:{server.port}", "127.0.0.1:8000", "[::1]:8000"):
+            assert ask(host) == ask(host, Origin=f"http://{host}") == 200
+            for origin in ("http://evil.example", "http://localhost:3000", "null"):
+                assert ask(host, Origin=origin) == 403
+        for host in ("evil.example", "localhost.evil.example:80", "a@localhost", "[::1", "", "::1"):
+            assert ask(host) == 403
 
-    async def end(request: web.Request) -> web.Response:
-        release.set()
-        return web.Response()
 
-    server = Server()
-    server.app.add_routes([web.get("/slow", answer), web.get("/end", end)])
-    address = ("127.0.0.1", server.port)
-    with serve_in_thread(server), contextlib.ExitStack() as stack:
-        connections = [http.client.HTTPConnection(*address, timeout=30) for _ in range(2)]
-        for connection, path in zip(connections, ("/slow", "/end"), strict=True):
-            stack.callback(connection.close)
-            if path == "/end":
-                for sent in (b"", b"GET / HTTP/1.1\r\nHost: "):
-                    silent = stack.enter_context(socket.create_connection(address, 30))
-                    silent.sendall(sent)
-                    assert silent.recv(1) == b""
-            connection.request("GET", path)
-        assert connections[0].getresponse().read() == b"first\nlast\n"
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1", "::", "0.0.0.0"])
+def test_addresses_of_both_kinds_are_served_and_a_port_in_use_is_an_error(host):
+    if ":" in host and not socket.has_ipv6:
+        pytest.skip("needs IPv6")
+    with listen(host=host) as listening:
+        port = listening.getsockname()[1]
+        for address in {"::": ["::1", "127.0.0.1"], "0.0.0.0": ["127.0.0.1"]}.get(host, [host]):
+            socket.create_connection((address, port), 30).close()
+        with pytest.raises(UserError, match="--port"):
+            listen(port, host)

@@ -83,22 +83,6 @@ def test_events_are_spread_evenly_in_a_fraction_of_the_time(event, cost, number)
     assert events == pytest.approx(expected, abs=0.02)
 
 
-def test_a_long_run_saves_every_ten_minutes_or_in_an_interval_of_steps():
-    run = simulate(36_000, lambda now: 20.0)
-    assert len(run.saved_at) == pytest.approx(60, abs=2)
-    run = simulate(120, lambda now: 0.1, every=100)
-    assert run.evaluated_at[0] == run.saved_at[0] == pytest.approx(0.085, abs=0.01)
-
-
-def test_pauses_do_not_reduce_the_speed(monkeypatch):
-    budget = SimulatedBudget({"evaluate": 1}, first_step=4)
-    times = iter([10.0, 20.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(times))
-    with budget.timing("evaluate"):
-        budget.elapsed += 13
-    assert budget.measure_speed(10) == pytest.approx(2)
-
-
 def test_a_run_of_minutes_continues_where_it_was_interrupted(numbers, tmp_path, capsys):
     flags = ("--minutes", (SHUTDOWN_SECONDS + 9) / 60, "--eval-every", 10**6)
     calls = itertools.count()

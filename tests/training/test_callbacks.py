@@ -2,16 +2,14 @@
 
 import json
 import math
-import re
 import shutil
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import Action, SpoilHead, SpoilLoss, logged, read_lines, same_tensors, tiny, train_tiny
+from helpers import Action, SpoilHead, logged, read_lines, same_tensors, tiny, train_tiny
 
 import train
 from engine.core.errors import UserError
@@ -69,28 +67,8 @@ def test_a_refused_start_closes_callbacks_and_unlocks_the_directory(numbers, tmp
 # metrics.jsonl.
 
 
-@pytest.mark.parametrize("factor", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_null_and_counted_and_training_continues(
-    plain_steps, numbers, tmp_path, capsys, factor
-):
-    callbacks = [SpoilLoss({2}, factor), Terminal()]
-    print_summary(
-        train_tiny(numbers, tmp_path, "--steps", 6, "--eval-every", 3, callbacks=callbacks)
-    )
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert "NaN" not in text and "Infinity" not in text
-    losses = logged(tmp_path, "train_loss")
-    assert losses.pop(2) is None and all(loss > 0 for loss in losses.values())
-    assert logged(tmp_path, "skipped_steps") == {1: 0} | dict.fromkeys(range(2, 7), 1)
-    output = capsys.readouterr().out
-    assert "step      2  skipped 1 step with" in output and "6 steps (1 skipped" in output
-
-
-def test_a_run_that_is_worse_than_guessing_says_so(numbers, tmp_path, capsys):
-    run = train_tiny(numbers, tmp_path, "--steps", 12, "--learning-rate", 50)
-    print_summary(run)
-    assert run.evaluation["val_loss"] > math.log(open_dataset(numbers).tokenizer.vocab_size)
-    assert "uniform" in capsys.readouterr().out
+def test_a_diverged_run_has_no_sample(numbers, tmp_path, capsys):
+    run = train_tiny(numbers, tmp_path, "--steps", 2)
     with torch.no_grad():
         run.model.token_embedding.weight.fill_(math.nan)
     print_summary(run)
@@ -105,28 +83,18 @@ def test_the_summary_is_that_of_the_checkpoint_that_is_used(numbers, tmp_path, c
     capsys.readouterr()
     print_summary(run)
     output = capsys.readouterr().out
-    result = re.search(r"loss ([\d.]+) nats per token, perplexity ([\d.]+), ([\d.]+) bits", output)
-    names = ("val_loss", "val_perplexity", "val_bits_per_byte")
-    assert result.groups() == tuple(
-        f"{logged(tmp_path, name)[3]:.{digits}f}"
-        for name, digits in zip(names, (4, 2, 4), strict=True)
-    )
+    for name, digits in (("val_loss", 4), ("val_perplexity", 2), ("val_bits_per_byte", 4)):
+        assert f"{logged(tmp_path, name)[3]:.{digits}f}" in output
     assert "step 3" in output and f"{losses[6]:.4f}" in output
     best = dict(open_checkpoint(tmp_path / "checkpoints" / "step-00000003").model())
     assert same_tensors(run.model.state_dict(), best)  # the sample is of these weights
-    flags = ["--steps", 4, "--eval-every", 2, "--learning-rate", 0]
-    print_summary(train_tiny(numbers, tmp_path / "equal", *flags))
-    assert "which sample.py" not in capsys.readouterr().out  # equal losses: the newest is used
-
-
-LINES = [json.dumps({"step": step, "train_loss": 3.0 - step}) + "\n" for step in (1, 2, 3)]
-CORRUPTED = ["", "torn", "{}", "[1]", "[" * 9999, '{"step": true}', '{"step": 1, "val_loss": [2]}']
-CORRUPTED += ['{"step": 1, "text": "\\ud800"}']
 
 
 def test_records_of_repeated_steps_and_corrupted_lines_are_removed_atomically(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    old_content = "".join([*LINES, *(f"{line}\n" for line in CORRUPTED), '{"step": 4, "tra'])
+    lines = [json.dumps({"step": step, "train_loss": 3.0 - step}) for step in (1, 2, 3)]
+    lines += ["", "torn", "{}", "[1]", "[" * 9999, '{"step": true}', '{"step": 1, "val_loss": [2]}']
+    old_content = "\n".join([*lines, '{"step": 1, "text": "\\ud800"}', '{"step": 4, "tra'])
     path.write_text(old_content)
     with open(path, encoding="utf-8") as reader:  # who has it open sees all of it
         metrics = MetricsFile()
@@ -143,16 +111,14 @@ def test_records_of_repeated_steps_and_corrupted_lines_are_removed_atomically(tm
 def test_the_terminal_describes_the_run_each_evaluation_and_saves_longer_than_torchrun_waits(
     numbers, tmp_path, monkeypatch, capsys
 ):
-    flags = ["--steps", 4, "--eval-every", 2]
+    flags = ["--steps", 4, "--eval-every", 2, "--learning-rate", 0.0031]
     train_tiny(numbers, tmp_path / "run", *flags, callbacks=[Terminal()])
     output, errors = capsys.readouterr()
     assert not errors  # no progress bar without a terminal
     data, model, run, *evaluations = output.splitlines()
-    assert str(numbers) in data and f"{len(open_dataset(numbers).train):,}" in data
-    assert model == "model  8,928 parameters: 2 layers, 2 heads, d_model 16, context 16"
-    assert run.startswith("run    4 steps") and run.endswith(f"→ {tmp_path / 'run'}")
+    assert f"{len(open_dataset(numbers).train):,}" in data and "8,928 parameters" in model
+    assert "4 steps" in run and "0.0031" in run and str(tmp_path / "run") in run
     for step, line in zip((2, 4), evaluations, strict=True):
-        assert f"step      {step}  validation loss " in line
         assert f"{logged(tmp_path / 'run', 'val_loss')[step]:.4f}" in line
     monkeypatch.setattr("engine.training.trainer.CHECKPOINT_BYTES_PER_SECOND", 1000)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -161,13 +127,6 @@ def test_the_terminal_describes_the_run_each_evaluation_and_saves_longer_than_to
     output, errors = capsys.readouterr()
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in output
     assert "step 4/4 |" in errors and "loss " in errors and "tokens/s" in errors
-
-
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_run_says_its_learning_rate(numbers, tmp_path, capsys, optimizer):
-    flags = ["--steps", 2, "--optimizer", optimizer, "--learning-rate", 0.0031]
-    train_tiny(numbers, tmp_path / "run", *flags, callbacks=[Terminal()])
-    assert f"{optimizer} at learning rate 0.0031" in capsys.readouterr().out
 
 
 # Weights & Biases.
@@ -210,18 +169,12 @@ def test_weights_and_biases_gets_settings_and_every_record_of_one_run(
         callbacks = [WeightsAndBiases(), Action(1, sys.exit)]
         train_tiny(numbers, tmp_path / "failed", "--steps", 2, callbacks=callbacks)
     assert runs[2].ends == [(1, 1)]
-    ids = []
-    for source, target in ((out, "copy"), (tmp_path / "copy", "moved"), (out, "run")):
-        (shutil.copytree if target == "copy" else Path.rename)(source, tmp_path / target)
-        train.main(tiny(numbers, tmp_path / target, "--steps", 6, "--resume", *flags))
-        ids.append(runs.pop().options["id"])
-    assert ids[0] == ids[1] != ids[2] == first.options["id"]
-    for variable in ("WANDB_PROJECT", "WANDB_DIR", "WANDB_RUN_ID"):
-        monkeypatch.setenv(variable, "mine")
-    monkeypatch.setenv("WANDB_NAME", "")
+    shutil.copytree(out, tmp_path / "copy")
+    train.main(tiny(numbers, tmp_path / "copy", "--steps", 6, "--resume", *flags))
+    assert runs.pop().options["id"] != first.options["id"]
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     train_tiny(numbers, tmp_path / "named", "--steps", 2, callbacks=[WeightsAndBiases()])
-    assert {*first.options} - {*runs[3].options} == {"project", "dir"}
-    assert runs[3].options["id"] == "mine"
+    assert {*first.options} - {*runs[3].options} == {"project"}
 
 
 def test_weights_and_biases_accepts_the_run(numbers, tmp_path, monkeypatch):

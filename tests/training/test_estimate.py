@@ -25,25 +25,16 @@ from engine.training.estimate import (
     activation_bytes,
     cached_meta_model,
     check_memory,
-    describe_plan,
     estimate_memory,
     fit_micro_batches,
     flops_per_token,
     lora_arguments,
 )
-from engine.training.optimizer import Optimizer
 from model import GPT, ModelConfig
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 SMALL = ModelConfig(vocab_size=500, context_length=128, num_layers=2, num_heads=4, d_model=128)
-KINDS = [
-    {},
-    GPT2,
-    {"dropout": 0.1},
-    {"context_length": 640, "num_layers": 1},
-    {"vocab_size": 20000, "d_model": 64, "num_layers": 1},  # logits in chunks
-]
 
 
 def small(**settings) -> ModelConfig:
@@ -100,9 +91,17 @@ def measure_activations(config: RunConfig, rows: int) -> int:
     return peak_allocated(lambda: micro_batch(rows))
 
 
-@pytest.mark.parametrize("lora_rank", [0, 16])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: " ".join(map(str, kind)) or "default")
+@pytest.mark.parametrize(
+    ("kind", "dtype", "lora_rank"),
+    [
+        ({}, "bfloat16", 16),
+        (GPT2, "float32", 0),
+        ({"dropout": 0.1}, "bfloat16", 0),
+        ({"context_length": 640, "num_layers": 1}, "float32", 16),
+        ({"vocab_size": 20000, "d_model": 64, "num_layers": 1}, "bfloat16", 0),  # logits in chunks
+    ],
+    ids=str,
+)
 def test_activations_are_near_those_that_a_micro_batch_allocates(kind, dtype, lora_rank):
     for is_lean in (False, True):
         lora = {"lora_rank": lora_rank, "frozen_dtype": dtype}
@@ -128,14 +127,8 @@ print(1024 * int(status[status.index("VmHWM:") + 1]))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
-@pytest.mark.parametrize(
-    ("sizes", "error"),
-    [
-        ("--num-layers 4 --d-model 192 --batch-size 12 --micro-batch-size 4 --dropout 0.1", 0.1),
-        ("--num-layers 6 --d-model 256 --batch-size 8 --checkpoint-activations", 0.15),
-    ],
-)
-def test_planned_memory_is_the_peak_of_a_run(sizes, error, numbers, tmp_path, capsys):
+def test_planned_memory_is_the_peak_of_a_run(numbers, tmp_path, capsys):
+    sizes = "--num-layers 6 --d-model 256 --batch-size 8 --checkpoint-activations"
     arguments = ["--data", str(numbers), "--out", str(tmp_path / "run"), "--device", "cpu"]
     arguments += [*sizes.split(), "--num-heads", "4", "--context-length", "256"]
     arguments += ["--steps", "2", "--eval-tokens", "2000"]
@@ -144,7 +137,7 @@ def test_planned_memory_is_the_peak_of_a_run(sizes, error, numbers, tmp_path, ca
     measured = int(output.splitlines()[-1]) / 2**20
     train.main([*arguments, "--plan"])
     planned = float(rows_of(capsys.readouterr().out)["= memory"].split()[0].replace(",", ""))
-    assert planned == pytest.approx(measured, rel=error)
+    assert planned == pytest.approx(measured, rel=0.15)
 
 
 def test_fsdp_divides_all_but_what_is_gathered(monkeypatch):
@@ -184,34 +177,6 @@ def rows_of(plan: str) -> dict[str, str]:
     """Return the value of each row of the table."""
     lines = plan.split("\n\n")[1].splitlines()
     return {line[:16].strip(): line[16:].strip() for line in lines}
-
-
-def test_plan_is_a_table_of_this_device():
-    config = RunConfig(model=SMALL, batch_size=36, micro_batch_size=18, steps=10_000)
-    plan = describe_plan(config, SINGLE_PROCESS, 36 * 128, [10**9])
-    assert f"{cached_meta_model(SMALL).num_parameters:,} parameters" in plan
-    assert rows_of(plan)["micro-batches"] == "2 × 18" and "all steps" in rows_of(plan)
-    plan = describe_plan(dataclasses.replace(config, minutes=60), SINGLE_PROCESS, 36 * 128, [1e6])
-    assert "60 min" in plan and "epochs" not in plan
-    assert "all steps" not in rows_of(plan) and "one step" in rows_of(plan)
-
-
-# LoRA.
-
-
-@pytest.mark.parametrize("train_tokens", [False, True])
-def test_lora_needs_memory_for_frozen_weights_and_gradients_of_few(plain_steps, train_tokens):
-    lora = {"lora_rank": 4, "dtype": "bfloat16", "frozen_dtype": "bfloat16"}
-    config = RunConfig(model=SMALL, train_tokens=train_tokens, **lora)
-    memory = estimate_memory(config, 4, SINGLE_PROCESS)
-    gpt = GPT(SMALL)
-    add_lora(gpt, *lora_arguments(config))
-    optimizer = Optimizer(gpt, config.optimizer)
-    num_trained = sum(param.numel() for param in optimizer.parameters.values())
-    assert memory["weights"] == sum(param.nbytes for param in gpt.parameters())
-    assert memory["gradients"] == 4 * num_trained
-    state = sum(tensor.nbytes for tensor in optimizer.state().values())
-    assert memory["optimizer state"] == pytest.approx(state, rel=0.01)
 
 
 def test_a_run_that_needs_over_10_percent_more_memory_is_refused(monkeypatch):

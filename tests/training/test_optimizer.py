@@ -56,7 +56,7 @@ def fill_gradients(model: GPT, value: float) -> None:
 # Settings and groups.
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ["default", "gpt2"])
 @pytest.mark.parametrize("kind", OPTIMIZER_KINDS)
 def test_every_parameter_is_in_one_group_and_only_matrices_decay(kind, name):
     model = GPT(VARIANTS[name])
@@ -67,17 +67,6 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay(kind, name):
     assert set(members) == set(model.parameters())
     decayed = {param for group in groups for param in group["params"] if group["weight_decay"]}
     assert decayed == {parameter for parameter in model.parameters() if parameter.ndim == 2}
-
-
-def test_muon_updates_matrices_of_one_shape_together_and_stacks_gate_and_expand():
-    model, optimizer = make_optimizer(make_config())
-    groups = optimizer.optimizers[0].param_groups
-    counts = {tuple(group["params"][0].shape): len(group["params"]) for group in groups}
-    assert counts == {(4, 8): 2 * 2 * 3, (8, 8): 2, (32, 8): 2 * 2, (8, 32): 2}
-    (params,) = (group["params"] for group in groups if group["stack_size"] == 2)
-    layers = [block.feed_forward for block in model.blocks]
-    expected = [weight for layer in layers for weight in (layer.gate.weight, layer.expand.weight)]
-    assert list(map(id, params)) == list(map(id, expected))
 
 
 # The schedule.
@@ -105,16 +94,11 @@ def test_schedules():
         assert max(values) <= 1
 
 
-def test_a_small_batch_has_a_longer_mean_of_squared_gradients():
-    tokens = (1, 2**14, 2**15, 2**16, 2**18, 2**19, 2**30)
-    values = [0.99, 0.99, 0.982, 0.974, 0.958, 0.95, 0.95]
-    assert [default_beta2(number) for number in tokens] == pytest.approx(values, abs=1e-12)
-
-
-@pytest.mark.parametrize(("kind", "embedding_rate"), [("muon", 3), ("adamw", 1)])
-def test_fine_tuning_has_rates_of_its_own(kind, embedding_rate):
-    rates = default_rates(kind, 384, 1000, is_fine_tuning=True)
-    assert (rates["beta2"], rates["embedding_rate"]) == (0.95, embedding_rate)
+def test_small_batches_and_fine_tuning_have_rates_of_their_own():
+    assert [default_beta2(tokens) for tokens in (1, 2**14, 2**19)] == [0.99, 0.99, 0.95]
+    for kind, embedding_rate in (("muon", 3), ("adamw", 1)):
+        rates = default_rates(kind, 384, 1000, is_fine_tuning=True)
+        assert (rates["beta2"], rates["embedding_rate"]) == (0.95, embedding_rate)
 
 
 def test_a_step_uses_the_scheduled_rate_and_the_embedding_a_higher_one_with_muon():
@@ -173,15 +157,10 @@ def orthogonalize_definition(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def test_muon_refuses_a_group_of_many_shapes():
-    with pytest.raises(ValueError, match="one shape"):
-        Muon([torch.zeros(2, 3), torch.zeros(3, 2)])
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.25)])
 # Orders of magnitude of the singular values. If all are equal, one rounding error moves them all.
-@pytest.mark.parametrize(("orders", "times"), [(0, 5), (0.3, 2), (3, 2), (6, 2)])
-@pytest.mark.parametrize("shape", [(64, 64), (64, 80), (64, 256), (256, 64)])
+@pytest.mark.parametrize(("orders", "times"), [(0, 5), (3, 2), (6, 2)])
+@pytest.mark.parametrize("shape", [(64, 64), (64, 80), (256, 64)])
 def test_orthogonalization_is_as_exact_as_the_definition(shape, orders, times, dtype, tolerance):
     def error(result: torch.Tensor) -> float:
         return ((result - exact).norm() / exact.norm()).item()
@@ -241,20 +220,18 @@ def test_muon_is_its_definition_and_pytorch_s(shape, stack_size):
 # Clipping, and gradients that are not finite.
 
 
-@pytest.mark.parametrize(("clip", "expected"), [(0.5, 0.5), (1e9, None), (0.0, None)])
-def test_clipping_bounds_the_norm_and_the_norm_before_is_returned(clip, expected):
-    model, optimizer = make_optimizer(make_config(clip_norm=clip))
-    fill_gradients(model, 1.0)
-    norm = math.sqrt(model.num_parameters)
-    assert optimizer.gradient_norm().item() == pytest.approx(norm)
-    factor = optimizer.clip_factor(optimizer.gradient_norm())
-    assert factor.item() * norm == pytest.approx(expected or norm, rel=1e-4)
-    optimizer.step(0, 10)
-    assert all(parameter.grad is None for parameter in model.parameters())
+def test_clipping_bounds_the_norm():
+    for clip, expected in ((0.5, 0.5), (1e9, None), (0.0, None)):
+        model, optimizer = make_optimizer(make_config(clip_norm=clip))
+        fill_gradients(model, 1.0)
+        norm = math.sqrt(model.num_parameters)
+        assert optimizer.gradient_norm().item() == pytest.approx(norm)
+        factor = optimizer.clip_factor(optimizer.gradient_norm())
+        assert factor.item() * norm == pytest.approx(expected or norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("value", [1e6, 1e10, 1e16, math.nan, math.inf])
-@pytest.mark.parametrize("clip", [0.0, 1.0, 1e12])
+@pytest.mark.parametrize("value", [1e6, 1e16, math.nan])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("kind", OPTIMIZER_KINDS)
 def test_a_step_moves_every_matrix_or_changes_nothing_and_is_counted(kind, clip, value):
     model, optimizer = make_optimizer(make_config(optimizer=kind, clip_norm=clip, warmup_steps=0))
@@ -278,6 +255,16 @@ def test_a_step_moves_every_matrix_or_changes_nothing_and_is_counted(kind, clip,
     assert all(parameter.isfinite().all() for parameter in after)
     assert optimizer.loss_scaler["skipped_in_a_row"] == 0
     assert optimizer.count_skipped(saved_step=0) == is_skipped
+
+
+def test_a_norm_that_is_not_finite_on_another_rank_skips_the_step_on_this_one(monkeypatch):
+    model, optimizer = make_optimizer(make_config())
+    before = train(model, optimizer, 1)
+    fill_gradients(model, 1.0)
+    monkeypatch.setattr(optimizer.dist_ctx.__class__, "norm", lambda *_: torch.tensor(math.nan))
+    optimizer.step(1, 10)
+    assert optimizer.count_skipped(saved_step=0) == 1
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
 
 
 def test_the_loss_scale_of_float16_halves_after_a_bad_step_and_doubles_after_many_good_ones():
@@ -339,21 +326,11 @@ def test_an_optimizer_of_ours_or_of_pytorch_resumes_bit_for_bit(name, dtype, mon
     expected = train(model, optimizer, 3, start=5)
     for a, b in zip(train(copied, resumed, 3, start=5), expected, strict=True):
         assert torch.equal(a, b)
+    with pytest.raises(UserError, match=r"blocks\.9\.x"):
+        resumed.load_state([("blocks.9.x.momentum", torch.zeros(1))])
     state = resumed.state()
     assert state.keys() == optimizer.state().keys()
     assert all(torch.equal(value, state[key]) for key, value in optimizer.state().items())
-
-
-def test_the_names_of_saved_state():
-    _, optimizer = make_optimizer(make_config())
-    names = optimizer.state().keys()
-    guard = {"loss_scale", "good_steps", "skipped", "skipped_in_a_row"}
-    gate = "blocks.0.feed_forward.gate.weight"
-    expected = {f"loss_scaler.{key}" for key in guard} | {f"{gate}.momentum", f"{gate}.row_squares"}
-    assert expected | {f"head.weight.{key}" for key in ("step", "exp_avg", "exp_avg_sq")} <= names
-    assert "blocks.0.attention.heads.0.query.weight.row_squares" not in names  # it is wide
-    with pytest.raises(UserError, match=r"blocks\.9\.x"):
-        optimizer.load_state([("blocks.9.x.momentum", torch.zeros(1))])
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
@@ -371,18 +348,3 @@ def test_frozen_parameters_and_those_without_a_gradient_do_not_change(kind):
         optimizer.step(step, 10)
     for name, param in model.named_parameters():
         assert torch.equal(param, before[name]) != is_trained[name], name
-
-
-def test_a_matrix_that_is_updated_beside_one_without_a_gradient_counts_it_as_zero():
-    torch.manual_seed(0)
-    matrices = torch.randn(2, 6, 5)
-    grads = torch.stack((torch.randn(6, 5), torch.zeros(6, 5)))
-    updated = []
-    for missing in (False, True):
-        params = [matrix.clone().requires_grad_() for matrix in matrices]
-        params[0].grad = grads[0].clone()
-        params[1].grad = None if missing else grads[1].clone()
-        Muon([{"params": params, "stack_size": 2}]).step()
-        updated.append(params[0].detach())
-        assert torch.equal(params[1], matrices[1]) == missing
-    assert torch.equal(*updated)

@@ -1,19 +1,13 @@
 """Settings and weights that a run takes from a checkpoint."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
-import pyarrow
 import pytest
-from helpers import ROOT, tiny
-from pyarrow import parquet
 
 from engine.core.distributed import SINGLE_PROCESS
 from engine.core.errors import UserError
 from engine.core.settings import build, flatten
-from engine.data.batches import Mixture
 from engine.data.dataset import Dataset
 from engine.data.split import Examples, Split
 from engine.data.tokenizer import ByteTokenizer
@@ -39,7 +33,7 @@ def test_a_resumed_run_is_as_long_as_its_checkpoint_or_longer():
     assert minutes == (None, 2.0)
 
 
-def examples_of(train: list[int], val: list[int], prompt: int = 1) -> Mixture:
+def examples_of(train: list[int], val: list[int], prompt: int = 1) -> Dataset:
     """Return a dataset of examples of these lengths, whose first tokens are no targets."""
     splits = []
     for lengths in map(np.array, (train, val)):
@@ -47,15 +41,15 @@ def examples_of(train: list[int], val: list[int], prompt: int = 1) -> Mixture:
         tokens = np.concatenate(rows).astype(np.int32)
         splits.append(Examples(tokens, np.cumsum(lengths) - lengths, lengths))
     manifest = {"splits": {"val": {}}}
-    return Mixture((Dataset(Path("data"), manifest, ByteTokenizer(), *splits, "abc"),), (1.0,))
+    return Dataset(Path("data"), manifest, ByteTokenizer(), *splits, "abc")
 
 
-def text_of(num_tokens: int) -> Mixture:
+def text_of(num_tokens: int) -> Dataset:
     splits = [Split(np.zeros(num_tokens, np.uint16))] * 2
-    return Mixture((Dataset(Path("data"), {}, ByteTokenizer(), *splits, "abc"),), (1.0,))
+    return Dataset(Path("data"), {}, ByteTokenizer(), *splits, "abc")
 
 
-def fit(data: Mixture, base: RunState | None = None, **settings) -> tuple[int | None, Mixture]:
+def fit(data: Dataset, base: RunState | None = None, **settings) -> tuple[int | None, Dataset]:
     """Return the context length of a run on some data, and the data that fits it."""
     model = {"vocab_size": 257, **({"position": base.model.position} if base else {})}
     config = build(TrainConfig, {"init_from": Path("base"), **model, **settings})
@@ -151,21 +145,3 @@ def test_rows_of_chat_tokens_are_untrained_in_a_model_of_text(
     num_ids = tokenizer.vocab_size if reserved else 257
     trained = sorted({*range(num_ids)} - {*untrained})
     assert split_token_ids(base, tokenizer, learns_chats) == (trained, [*new])
-
-
-# Questions.
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_score_file_with_bytes_is_refused_in_one_line_on_all_ranks(numbers, tmp_path, num_ranks):
-    table = pyarrow.table({"prompt": ["1"], "answer": ["2"], "image": [b"\xff"]})
-    parquet.write_table(table, tmp_path / "questions.parquet")
-    flags = tiny(numbers, tmp_path / "out", "--steps", 2, "--score", "exact_match")
-    flags += ["--score-file", "questions.parquet", "--timeout", "60"]
-    torchrun = ("-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", ROOT / "train.py")
-    command = torchrun if num_ranks > 1 else (ROOT / "train.py",)
-    arguments = [sys.executable, *map(str, command), *flags]
-    process = subprocess.run(arguments, cwd=tmp_path, capture_output=True, encoding="utf-8")
-    errors = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
-    assert process.returncode == 1 and "Traceback" not in process.stderr.partition("error:")[0]
-    assert len({*errors}) == 1 and "questions.parquet" in errors[0]

@@ -57,9 +57,7 @@ def steps(run_dir: RunDir) -> list[int]:
 # Which checkpoints stay.
 
 
-@pytest.mark.parametrize(
-    ("keep", "expected"), [(1, [2, 6]), (2, [2, 5, 6]), (3, [2, 4, 5, 6]), (9, [1, 2, 3, 4, 5, 6])]
-)
+@pytest.mark.parametrize(("keep", "expected"), [(1, [2, 6]), (3, [2, 4, 5, 6])])
 def test_the_newest_checkpoints_and_the_best_stay(open_run_dir, tmp_path, keep, expected):
     run_dir = open_run_dir(tmp_path, keep_checkpoints=keep)
     assert rank_checkpoints(tmp_path) == []
@@ -109,10 +107,7 @@ def test_without_validation_the_newest_is_the_best_and_sampled_without_its_optim
     assert run_dir.newest().step == 99_999_990
 
 
-FILES = ["model.safetensors", "state.json", "manifest.json", "tokenizer.json"]
-
-
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
 def test_a_damaged_checkpoint_is_skipped_by_name_and_does_not_count_as_kept(run_dir, name, capsys):
     save(run_dir, 1)
     (save(run_dir, 2, 0.5) / name).write_bytes(b"")
@@ -129,17 +124,14 @@ def test_a_damaged_checkpoint_is_skipped_by_name_and_does_not_count_as_kept(run_
         run_dir.newest()
 
 
-@pytest.mark.parametrize("target", ["moved", "missing", "a file"])
-def test_a_link_to_a_checkpoint_is_pruned_without_following_it(run_dir, target):
+def test_a_link_to_a_checkpoint_is_pruned_without_following_it(run_dir):
     moved = save(run_dir, 1).rename(run_dir.path.parent / "moved")
-    (run_dir.path.parent / "a file").write_text("")
     checkpoints = run_dir.path / "checkpoints"
-    (checkpoints / "step-00000001").symlink_to(run_dir.path.parent / target)
+    (checkpoints / "step-00000001").symlink_to(moved)
     for step in (2, 3):
         save(run_dir, step)
     assert {path.name for path in checkpoints.iterdir()} == {"step-00000002", "step-00000003"}
     assert open_checkpoint(moved).verify().step == 1
-    assert (run_dir.path.parent / "a file").exists()
 
 
 def test_copies_of_the_user_stay_and_remains_of_a_killed_save_do_not(run_dir, open_run_dir):
@@ -179,31 +171,24 @@ def test_training_continues_while_a_checkpoint_is_written_of_the_state_as_it_was
     assert torch.equal(dict(run_dir.newest().model())["weight"], torch.zeros(3))
 
 
-@pytest.mark.parametrize("call", ["wait", "check", "save"])
+@pytest.mark.parametrize("call", ["check", "save"])
 def test_an_error_of_the_background_is_raised_by_the_next_call(run_dir, call):
     save(run_dir, 1)
     run_dir.save(make_state(2), {}, {}, raise_disk_full)
     while not run_dir.pending.done():
         threading.Event().wait(0.01)
     with pytest.raises(OSError, match="No space left"):
-        save(run_dir, 3) if call == "save" else getattr(run_dir, call)()
+        save(run_dir, 3) if call == "save" else run_dir.check()
     assert [path.name for path in (run_dir.path / "checkpoints").iterdir()] == ["step-00000001"]
 
 
 # Who may use it.
 
 
-def test_a_run_folder_belongs_to_one_run_of_a_process_until_it_is_closed(open_run_dir, tmp_path):
-    run_dir = RunDir(tmp_path)
-    with pytest.raises(UserError, match=rf"in use by process {os.getpid()} on "):
-        RunDir(tmp_path)
-    run_dir.close()
-    open_run_dir(tmp_path).write_settings("steps = 1\n")
-    assert (tmp_path / "config.toml").read_text() == "steps = 1\n"
-
-
 def test_a_run_is_continued_only_if_resumed_or_restarted(run_dir, open_run_dir, monkeypatch):
     save(run_dir, 1)
+    with pytest.raises(UserError, match=rf"in use by process {os.getpid()} on "):
+        RunDir(run_dir.path)
     run_dir.close()
     for _ in range(2):
         with pytest.raises(UserError, match=f"^{run_dir.path}: .*--resume"):
@@ -217,12 +202,7 @@ def test_a_run_is_continued_only_if_resumed_or_restarted(run_dir, open_run_dir, 
 
 
 def test_a_new_run_folder_is_removed_if_nothing_was_written_to_it(tmp_path):
-    RunDir(tmp_path / "unused").close()
-    assert not (tmp_path / "unused").exists()
     (tmp_path / "mine").mkdir()  # a folder that existed before
-    RunDir(tmp_path / "mine").close()
-    assert (tmp_path / "mine").is_dir()
-    run_dir = RunDir(tmp_path / "used")
-    run_dir.write_settings("steps = 1\n")
-    run_dir.close()
-    assert (tmp_path / "used" / "config.toml").is_file()
+    for name in ("unused", "mine"):
+        RunDir(tmp_path / name).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]

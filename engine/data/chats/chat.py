@@ -7,91 +7,72 @@ import contextlib
 import functools
 import itertools
 import re
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import numpy as np
 
-from engine.core.cli import warn
-from engine.core.errors import UserError
-from engine.data.chats.answers import common_length, find_answers
+from engine.core.errors import UserError, wrap_library_errors
 from engine.data.chats.chat_template import (
     CHATML_TEMPLATE,
     PLACEHOLDER_TEXT,
     PLAIN_TEMPLATE,
+    SHORT_CHAT,
     ChatTemplate,
     Message,
+    TurnEnds,
+    common_length,
+    find_ends,
     map_texts,
     set_variables,
+    split_answers,
 )
-from engine.data.inputs.text import unify_line_ends
+from engine.data.records.text import unify_line_ends
 from engine.data.tokenizer import Tokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")  # the tokens of many imported models' chats
 # A Unicode noncharacter, which breaks up the name of a special token that is ordinary text.
 ESCAPE_CHARACTER = "\ufdd0"
-EARLIER_CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-SHORT_CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PLACEHOLDER_TEXT}]
+NO_NAMES = re.compile("(?!)")
 
 # (speaker, text) or (speaker, text, keys). Speaker: a role, "prompt" or "completion". Keys of the
 # message: weight (0: not a target), tool_calls, name, tool_call_id; of "tools", the list of them.
 Turn = tuple[str, str] | tuple[str, str, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class TurnEnds:
-    """What follows an answer and ends it: a special token, or a text of the chat template."""
-
-    token_ids: tuple[int, ...] = ()
-    texts: tuple[str, ...] = ()  # without white space at the end
-    pattern: str = "(?!)"  # of both in a rendered chat
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the longest text, at least its number of tokens."""
-        return max((len(text.encode()) for text in self.texts), default=0)
-
-
 def own_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the chat template of an imported model, if it writes the answers of a chat.
+    """Return the chat template of an imported model; None if it has none.
 
-    Raises UserError if it fails, and if there are several of which none is the default.
+    Raises UserError if it fails, and if there are several without a default.
     """
-    if tokenizer.chat_template is None and tokenizer.other_templates:
+    owner = tokenizer.folder or tokenizer.kind
+    source = tokenizer.chat_template
+    if source is None and tokenizer.other_templates:
         names = ", ".join(tokenizer.other_templates)
         fix = "Choose one with --chat-template NAME of prepare.py and sample.py"
-        raise UserError(f"{tokenizer.folder}: no chat template is the default, of {names}. {fix}.")
-    if tokenizer.chat_template is None:
+        raise UserError(f"{owner}: no chat template is the default, of {names}. {fix}.")
+    if source is None:
         return None
-    template = make_template(tokenizer, tokenizer.chat_template)
-    try:
-        return template if PLACEHOLDER_TEXT in template.render(SHORT_CHAT) else None
-    except UserError as error:
-        problem = f"{tokenizer.folder or tokenizer.kind}: {error}"
-        fix = "Correct the model's template, and import or prepare again. Plain text works."
-        raise UserError(f"{problem}. {fix}") from None
+    template = ChatTemplate(source, tokenizer.bos_token, tokenizer.end_of_text_name)
+    fix = ". Correct the model's template, and import or prepare again. Plain text works."
+    with wrap_library_errors(f"{owner}: chats fail", UserError, advice=fix):
+        template.render(SHORT_CHAT)
+    return template
 
 
 def with_template(tokenizer: Tokenizer, name: str | None, assignments: Sequence[str]) -> Tokenizer:
     """Choose a chat template by name, and set its variables. Raises UserError for unknown ones."""
-    templates = {**tokenizer.other_templates, "default": tokenizer.chat_template}
-    source = templates.get(name or "default")
     if not name and not assignments:
         return tokenizer
+    templates = {**tokenizer.other_templates, "default": tokenizer.chat_template}
+    source = templates.get(name or "default")
     if source is None:
         names = ", ".join(key for key, text in templates.items() if text) or "none"
         fix = "Leave it and --template-variable out, or choose another tokenizer."
         raise UserError(f"--chat-template: the model has {names} (got {name or 'default'}). {fix}")
     return tokenizer.with_chat_template(set_variables(source, assignments))
-
-
-def make_template(tokenizer: Tokenizer, source: str) -> ChatTemplate:
-    """Return a chat template with the special tokens of a tokenizer."""
-    return ChatTemplate(source, tokenizer.bos_token, tokenizer.end_of_text_name)
 
 
 @functools.lru_cache(16)
@@ -100,39 +81,8 @@ def chat_format(tokenizer: Tokenizer) -> tuple[ChatTemplate, TurnEnds]:
     has_chatml = tokenizer.special_tokens.keys() >= {*CHATML_TOKENS}
     start = "{{ bos_token }}" if tokenizer.text_start else ""
     default = start + (CHATML_TEMPLATE if has_chatml else PLAIN_TEMPLATE)
-    template = own_template(tokenizer)
-    if tokenizer.chat_template and not template:
-        problem = "its chat template leaves out answers"
-        warn(f"{tokenizer.folder or tokenizer.kind}: {problem}. Chats are written as {default!r}")
-    template = template or make_template(tokenizer, default)
-    return template, _find_ends(tokenizer, template)
-
-
-def _find_ends(tokenizer: Tokenizer, template: ChatTemplate) -> TurnEnds:
-    """Return what a template writes after an answer: the last one, or before another turn."""
-    special = names_pattern(tokenizer)
-    token_ids = []
-    texts = []
-    written = []
-    for role in ("", "user", "tool"):
-        next_turns = [{"role": role, "content": PLACEHOLDER_TEXT}] if role else []
-        afters = []
-        for earlier in ([], EARLIER_CHAT):  # some templates number the turns
-            with contextlib.suppress(UserError):  # of a template without tools
-                text = template.render([*earlier, *SHORT_CHAT, *next_turns])
-                afters.append([*text.split(PLACEHOLDER_TEXT), ""][1])
-        afters = afters or [""]
-        after = afters[0][: common_length(afters[0], afters[-1])]
-        match = special.search(after)
-        words = after[: match.start() if match else None].rstrip()
-        if match:
-            token_ids.append(tokenizer.special_tokens[match[0]])
-        if words:
-            texts.append(words)
-        written.append(after[: match.end()] if match else words)
-    longest_first = sorted(filter(None, written), key=len, reverse=True)
-    pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
-    return TurnEnds(tuple(dict.fromkeys(token_ids)), tuple(dict.fromkeys(texts)), pattern)
+    template = own_template(tokenizer) or ChatTemplate(default, tokenizer.bos_token)
+    return template, find_ends(template, names_pattern(tokenizer), tokenizer.special_tokens)
 
 
 def special_token_names(tokenizer: Tokenizer, chat: bool) -> list[str]:
@@ -157,12 +107,27 @@ def turn_ends(tokenizer: Tokenizer, is_chat_model: bool) -> TurnEnds:
 def names_pattern(tokenizer: Tokenizer, has_markup: bool = True) -> re.Pattern[str]:
     """Return a pattern of the names of special tokens, with or without those of markup."""
     names = tokenizer.special_tokens.keys() - (() if has_markup else tokenizer.markup)
-    return re.compile("|".join(sorted(map(re.escape, names), key=len, reverse=True)) or "(?!)")
+    return re.compile(_alternatives(sorted(names, reverse=True))) if names else NO_NAMES
+
+
+def _alternatives(names: Sequence[str]) -> str:
+    """Return a pattern of names, longest first; it tries thousands of them letter by letter."""
+    if len(names) == 1:
+        return re.escape(names[0])
+    length = common_length(names[0], names[-1]) + 1
+    groups = itertools.groupby(names, key=lambda name: name[:length])
+    rests = {start: [name[length:] for name in group] for start, group in groups}
+    return "|".join(f"{re.escape(start)}(?:{_alternatives(rests[start])})" for start in rests)
 
 
 def keys_of(turn: Turn) -> dict[str, Any]:
     """Return the keys of a turn's message, besides role and content."""
     return turn[2] if len(turn) == 3 else {}
+
+
+def is_learned(turn: Turn) -> bool:
+    """Return whether a turn is an answer whose tokens are targets."""
+    return turn[0] == "assistant" and keys_of(turn).get("weight") != 0
 
 
 def to_messages(turns: Iterable[Turn], tokenizer: Tokenizer | None = None) -> list[Message]:
@@ -177,7 +142,8 @@ def to_messages(turns: Iterable[Turn], tokenizer: Tokenizer | None = None) -> li
         message.pop("weight", None)
         if tokenizer:
             pattern = names_pattern(tokenizer, has_markup=turn[0] != "assistant")
-            message = map_texts(message, functools.partial(_escape, pattern))
+            escape = functools.partial(_escape, pattern)
+            message = {key: map_texts(value, escape, True) for key, value in message.items()}
         messages.append(message)
     return messages
 
@@ -196,51 +162,71 @@ def encode_text(
     parse_special: bool = False,
     starts: bool = False,
     ends: bool = False,
-    separator: str = "",
 ) -> np.ndarray:
-    """Return the ids of a text, in which the names of markup are tokens, uint32 (N,).
+    """Return the ids of a text, uint32 (N,): see :func:`encode_texts`, :func:`add_ends`."""
+    return add_ends(tokenizer, encode_texts(tokenizer, [text], parse_special)[0], starts, ends)
 
-    With ``parse_special`` the names of all special tokens are. If a document ``starts`` or ``ends``
-    with the text, the tokens that begin or end one are added, unless the text spells them itself.
+
+def encode_texts(
+    tokenizer: Tokenizer, texts: Sequence[str], parse_special: bool = False
+) -> list[np.ndarray]:
+    """Return the ids of texts, in which the names of markup are tokens, uint32 (N,) each.
+
+    With ``parse_special`` the names of all special tokens are.
+    """
+    if not parse_special and not tokenizer.markup:
+        return tokenizer.encode_batch(texts)
+    pattern = NO_NAMES if parse_special else names_pattern(tokenizer, has_markup=False)
+    escaped = (_escape(pattern, text) for text in texts)
+    return [np.array(encode_rendered(tokenizer, text)[0], np.uint32) for text in escaped]
+
+
+def add_ends(
+    tokenizer: Tokenizer, ids: np.ndarray, starts: bool, ends: bool, separator: str = ""
+) -> np.ndarray:
+    """Add the tokens that begin and end a document, unless its text spells them itself.
+
     The separator ends it if the tokenizer has no such token.
     """
-    if parse_special or tokenizer.markup:
-        pattern = names_pattern(tokenizer, has_markup=False)
-        rendered = text if parse_special else _escape(pattern, text)
-        ids = np.array(encode_rendered(tokenizer, rendered)[0], np.uint32)
-    else:
-        ids = tokenizer.encode(text)
-    start = np.array(tokenizer.text_start if starts else [], np.uint32)
-    if not np.array_equal(ids[: len(start)], start):
-        ids = np.concatenate((start, ids))
+    start = tokenizer.text_start if starts else []
+    if start and ids[: len(start)].tolist() != start:
+        ids = np.concatenate((np.array(start, np.uint32), ids))
     end_id = tokenizer.end_of_text_id
-    if not ends or ids[-1:].tolist() == [end_id]:
+    if not ends or (len(ids) and ids[-1] == end_id):
         return ids
     end = tokenizer.encode(separator) if end_id is None else np.array([end_id], np.uint32)
     return np.concatenate((ids, end))
 
 
-def encode_rendered(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+def encode_rendered(
+    tokenizer: Tokenizer, text: str, positions: Sequence[int] = ()
+) -> tuple[list[int], list[int]]:
     """Encode a rendered chat; the names of special tokens become their ids unless escaped.
 
-    Returns the ids, and for each segment between special tokens the indices of its first character
-    and of its first id.
+    Also returns how many ids are complete before each position in the text, in ascending order.
     """
     ids: list[int] = []
-    starts = [(0, 0)]
-    for match in names_pattern(tokenizer).finditer(text):
-        ids += _encode_segment(tokenizer, text, starts[-1][0], match.start())
-        ids.append(tokenizer.special_tokens[match[0]])
-        starts.append((match.end(), len(ids)))
-    return ids + _encode_segment(tokenizer, text, starts[-1][0], None), starts
+    counts: list[int] = []
+    start = 0
+    for match in (*names_pattern(tokenizer).finditer(text), None):
+        stop = match.start() if match else len(text)
+        segment = _encode_segment(tokenizer, text, start, stop)
+        for position in itertools.takewhile(stop.__ge__, positions[len(counts) :]):
+            before = _encode_segment(tokenizer, text, start, position)
+            counts.append(len(ids) + common_length(before, segment))
+        ids += segment
+        if match:
+            ids.append(tokenizer.special_tokens[match[0]])
+            start = match.end()
+    return ids, counts
 
 
-def _encode_segment(tokenizer: Tokenizer, text: str, start: int, stop: int | None) -> list[int]:
+def _encode_segment(tokenizer: Tokenizer, text: str, start: int, stop: int) -> list[int]:
     """Encode a segment of a rendered chat, which has no special token."""
     segment = text[start:stop]
     if text.endswith(tokenizer.right_strippers, 0, start):
         segment = segment.lstrip()
-    if stop is not None and text.startswith(tokenizer.left_strippers, stop):
+    if text.startswith(tokenizer.left_strippers, stop):
         segment = segment.rstrip()
     unescaped = re.sub(f"{ESCAPE_CHARACTER}({ESCAPE_CHARACTER}?)", r"\1", segment)
     continues = start > 0 and tokenizer.is_space_first_only
@@ -261,12 +247,11 @@ def encode_chat(
     """
     template, _ = chat_format(tokenizer)
     messages = map_texts(to_messages(turns, tokenizer), unify_line_ends)
-    escaped = map_texts(dict(variables or {}), functools.partial(_escape, names_pattern(tokenizer)))
+    escape = functools.partial(_escape, names_pattern(tokenizer))
+    escaped = map_texts({**(variables or {})}, escape, has_keys=True)
     if continue_final_message:
-        if turns[-1][0] != "assistant":
-            raise UserError("the last one must be of the assistant to be continued")
-        if "tool_calls" in keys_of(turns[-1]):
-            raise UserError("the last one calls a tool. Add a message with the result")
+        if turns[-1][0] != "assistant" or "tool_calls" in keys_of(turns[-1]):
+            raise UserError("the last one must be a text of the assistant to be continued")
         messages[-1]["content"] += PLACEHOLDER_TEXT
     text = template.render(messages, not continue_final_message, datetime.now(), escaped)
     if continue_final_message:
@@ -276,43 +261,32 @@ def encode_chat(
     return encode_rendered(tokenizer, text)[0]
 
 
-def encode_example(
+def encode_examples(
     tokenizer: Tokenizer, turns: Sequence[Turn], parse_special: bool = False
-) -> np.ndarray:
-    """Encode an example, int32 (N,): an id where it counts as a target, ~id elsewhere."""
+) -> list[np.ndarray]:
+    """Encode a pair or a chat as examples, int32 (N,): an id where it is a target, ~id elsewhere.
+
+    A pair is one example. So is a chat, unless its template writes an answer in another way as soon
+    as turns follow: then there are several, in which each answer is what a model should generate.
+    """
     if turns[0][0] == "prompt":
         prompt = encode_text(tokenizer, turns[0][1], parse_special, starts=True)
         continuing = tokenizer.without_space if turns[0][1] else tokenizer
         targets = encode_text(continuing, turns[1][1], parse_special, ends=True)
-        return np.concatenate((~prompt.astype(np.int32), targets.astype(np.int32)))
+        return [np.concatenate((~prompt.astype(np.int32), targets.astype(np.int32)))]
     template, ends = chat_format(tokenizer)
-    messages = to_messages(turns, tokenizer)
-    text = template.render(messages)
-    ids, segments = encode_rendered(tokenizer, text)
-    example = [~token for token in ids]
-
-    def index_of_id(position: int) -> int:
-        """Return the number of ids that are complete before a character."""
-        segment_start, first = segments[bisect_right(segments, (position, len(ids))) - 1]
-        before = _encode_segment(tokenizer, text, segment_start, position)
-        return first + common_length(before, ids[first : first + len(before)])
-
-    end_pattern = re.compile(ends.pattern)
-    end_or_special = re.compile(f"{ends.pattern}|{names_pattern(tokenizer).pattern}")
-    special_ids = {*tokenizer.special_tokens.values()}
-    for index, (answer_start, answer_end) in find_answers(template, messages, text).items():
-        if keys_of(turns[index]).get("weight") == 0:
-            continue
-        has_calls = "tool_calls" in messages[index]  # between the text and its end
-        find_end = end_pattern.search if has_calls else end_or_special.match
-        match = find_end(text, answer_end)
-        start = index_of_id(answer_start)
-        stop = index_of_id(match.end() if match else answer_end)
-        example[start:stop] = ids[start:stop]
-        end_id = tokenizer.end_of_text_id
-        if index == len(messages) - 1 and ids[stop - 1] not in special_ids and end_id is not None:
-            example[stop:] = [*ids[stop:], end_id]  # of the document, not of the template
-    return np.array(example, np.int32)
+    learned = [index for index, turn in enumerate(turns) if is_learned(turn)]
+    examples = []
+    for text, spans in split_answers(template, ends, to_messages(turns, tokenizer), learned):
+        ids, counts = encode_rendered(tokenizer, text, sorted(itertools.chain(*spans)))
+        is_open = max(spans)[1] == len(text) and ids[-1] not in tokenizer.special_tokens.values()
+        example = ~np.array(ids, np.int32)
+        for start, stop in zip(counts[::2], counts[1::2], strict=True):
+            example[start:stop] = ids[start:stop]
+        if is_open and tokenizer.end_of_text_id is not None:  # the template does not end it
+            example = np.append(example, np.int32(tokenizer.end_of_text_id))
+        examples.append(example)
+    return examples
 
 
 def count_targets(tokenizer: Tokenizer, example: np.ndarray) -> tuple[int, int]:

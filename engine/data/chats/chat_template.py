@@ -1,8 +1,14 @@
-"""Chat templates: Jinja texts that turn the messages of a chat into text with special tokens."""
+"""Chat templates: Jinja texts that turn the messages of a chat into text with special tokens.
+
+The prompt of an answer is what a template renders before it with a generation prompt; the answer is
+the rest of what it renders up to it.
+"""
 
 import contextlib
 import functools
+import itertools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,13 +28,19 @@ CHATML_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-PLACEHOLDER_TEXT = "\ufdd1"  # a Unicode noncharacter, which takes the place of a text
+# {% generation %}…{% endgeneration %}, with which some templates mark the answers.
+GENERATION_TAG = re.compile(r"(\{%[-+]?\s*)(end)?generation(?=\s*[-+]?%\})")
 TOOLS_ROLE = "tools"  # of a message before the first, whose key "tools" lists what may be called
 # Prepared ids must not change daily. This date is the one that Llama 3's template falls back to.
 DATE_OF_PREPARED_CHATS = datetime(2024, 7, 26)
 # Names that a template gets besides the variables of its model.
 RENDERED_NAMES = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
 RENDERED_NAMES |= {"strftime_now", "raise_exception"}
+PLACEHOLDER_TEXT = "\ufdd1"  # a Unicode noncharacter, which takes the place of a text
+ANSWER_MARKS = (PLACEHOLDER_TEXT, "\ufdd2")  # an answer starts with one of them at most
+SHORT_QUESTION = {"role": "user", "content": "Hi"}
+SHORT_CHAT = [SHORT_QUESTION, {"role": "assistant", "content": PLACEHOLDER_TEXT}]
+EARLIER_CHAT = [SHORT_QUESTION, {"role": "assistant", "content": "Hello"}]
 
 Message = dict[str, Any]  # as a template gets it
 
@@ -71,28 +83,23 @@ class ChatTemplate:
 @functools.lru_cache(16)
 def _compile_template(source: str) -> Any:
     """Compile a template as transformers does."""
-    from jinja2 import TemplateError, nodes  # takes 40 ms, which only chats need
-    from jinja2.ext import Extension
+    from jinja2 import TemplateError  # takes 40 ms, which only chats need
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class GenerationTag(Extension):
-        """{% generation %}…{% endgeneration %}, with which some templates mark the answers."""
-
-        tags = {"generation"}  # noqa: RUF012, as Jinja declares it
-
-        def parse(self, parser: Any) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = raise_exception
-    return environment.from_string(source)
+    return environment.from_string(_replace_tags(source))
+
+
+def _replace_tags(source: str) -> str:
+    """Return a template without the tags that mark the answers."""
+    return GENERATION_TAG.sub(lambda tag: tag[1] + ("endif" if tag[2] else "if true"), source)
 
 
 def set_variables(source: str, assignments: Sequence[str]) -> str:
@@ -105,16 +112,108 @@ def set_variables(source: str, assignments: Sequence[str]) -> str:
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         with wrap_library_errors("--template-variable: the chat template fails", Exception):
-            compiled = _compile_template(source)
-        names = find_undeclared_variables(compiled.environment.parse(source)) - RENDERED_NAMES
+            environment = _compile_template(source).environment
+        names = find_undeclared_variables(environment.parse(_replace_tags(source))) - RENDERED_NAMES
         if not equals or name not in names:
-            listing = ", ".join(sorted(names)) or "none"
-            form = f"NAME=VALUE with a name that the template uses: {listing}"
+            form = f"NAME=VALUE with a name of {', '.join(sorted(names)) or 'none'}"
             raise UserError(f"--template-variable: must be {form} (got {assignment}).")
         # The line end keeps the source at the start of a line, and is not rendered.
         assign = f"{{%- set {name} = {parse_value(text, str)!r} %}}"
         source = f"{{%- if {name} is not defined %}}{assign}{{%- endif %}}\n{source}"
     return source
+
+
+@dataclass(frozen=True)
+class TurnEnds:
+    """What follows an answer and ends it: a special token, or a text of the chat template."""
+
+    token_ids: tuple[int, ...] = ()
+    texts: tuple[str, ...] = ()  # without white space at the end
+    after_chat: str = ""  # is rendered after the last answer of a chat
+    learned: tuple[str, ...] = ("",)  # of that, and of what is rendered between turns
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the longest text, at least its number of tokens."""
+        return max((len(text.encode()) for text in self.texts), default=0)
+
+
+def find_ends(
+    template: ChatTemplate, special: re.Pattern[str], special_ids: Mapping[str, int]
+) -> TurnEnds:
+    """Return what a template writes after an answer: the last one, or before another turn.
+
+    ``special`` is a pattern of the names of special tokens.
+    """
+    names = []
+    texts = []
+    learned = []
+    after_chat = ""
+    for role in ("", "user", "tool"):
+        next_turns = [{"role": role, "content": PLACEHOLDER_TEXT}] if role else []
+        afters = []
+        for earlier in ([], EARLIER_CHAT):  # some templates number the turns
+            with contextlib.suppress(UserError):  # of a template without tools
+                text = template.render([*earlier, *SHORT_CHAT, *next_turns])
+                afters.append([*text.split(PLACEHOLDER_TEXT), ""][1])
+        after = afters[0][: common_length(*afters)] if afters else ""
+        after_chat = after_chat if role else after
+        match = special.search(after)
+        words = after[: match.start() if match else None].rstrip()
+        names += [match[0]] if match else []
+        texts += [words] if words else []
+        learned.append(after[: match.end()] if match else words if role else after)
+    token_ids = map(special_ids.__getitem__, dict.fromkeys(names))
+    return TurnEnds((*token_ids,), (*dict.fromkeys(texts),), after_chat, (*learned,))
+
+
+def split_answers(
+    template: ChatTemplate, ends: TurnEnds, messages: Sequence[Message], learned: Sequence[int]
+) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Return rendered texts, and in each the first and last index + 1 of answers to learn.
+
+    One text has all answers, unless the template writes an answer, or what precedes it, in another
+    way when turns follow. Then each answer follows its own prompt, which is what inference sees.
+    """
+    texts: list[tuple[str, list[tuple[int, int]]]] = [(template.render(messages), [])]
+    for index in reversed(learned):
+        prompt, answer = find_answer(template, messages, index)
+        end = ends.learned[0] if answer.endswith(ends.after_chat) else ""
+        content = prompt + (answer.removesuffix(ends.after_chat) if end else answer)
+        if not texts[-1][0].startswith(content + end):
+            texts.append((prompt + answer, []))
+        text, spans = texts[-1]
+        matches = [len(end) for end in ends.learned if text.startswith(end, len(content))]
+        spans.append((len(prompt), len(content) + max([len(end), *matches])))
+    return [text for text in reversed(texts) if text[1]]
+
+
+def find_answer(template: ChatTemplate, messages: Sequence[Message], index: int) -> tuple[str, str]:
+    """Return the rendered prompt of an answer, and the rest of what is rendered up to the answer.
+
+    If the second does not start with the first, as in templates that move a text to the last turn,
+    or if there is no question, the rest is that of a chat of one question, or starts with the text.
+    """
+    before = messages[:index]
+    text = template.render(messages[: index + 1])
+    has_question = any(message["role"] not in (TOOLS_ROLE, "system") for message in before)
+    prompt = template.render(before, add_generation_prompt=True) if has_question else ""
+    if prompt and text.startswith(prompt):
+        return prompt, text[len(prompt) :]
+    if before != [SHORT_QUESTION]:
+        with contextlib.suppress(UserError):
+            _, answer = find_answer(template, [SHORT_QUESTION, messages[index]], 1)
+            if text.endswith(answer):
+                return prompt or text.removesuffix(answer), answer
+    chats = [[*before, {"role": "assistant", "content": mark}] for mark in ANSWER_MARKS]
+    start = common_length(text, *map(template.render, chats))
+    return prompt or text[:start], text[start:]
+
+
+def common_length(*sequences: Sequence[Any]) -> int:
+    """Return the number of equal items at the start of sequences."""
+    items = zip(*sequences, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda values: len({*values}) == 1, items))
 
 
 def parse_value(value: Any, parse_constant: Callable[[str], Any] | None = None) -> Any:
@@ -125,12 +224,13 @@ def parse_value(value: Any, parse_constant: Callable[[str], Any] | None = None) 
     return value
 
 
-def map_texts(value: Any, function: Callable[[str], str]) -> Any:
-    """Return a JSON value in which a function is applied to every text, except to keys."""
+def map_texts(value: Any, function: Callable[[str], str], has_keys: bool = False) -> Any:
+    """Return a JSON value in which a function is applied to every text, and to keys if asked."""
     if isinstance(value, str):
         return function(value)
     if isinstance(value, list):
-        return [map_texts(item, function) for item in value]
+        return [map_texts(item, function, has_keys) for item in value]
     if isinstance(value, dict):
-        return {key: map_texts(item, function) for key, item in value.items()}
+        items = {key: map_texts(item, function, has_keys) for key, item in value.items()}
+        return {function(key): item for key, item in items.items()} if has_keys else items
     return value

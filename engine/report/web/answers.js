@@ -1,4 +1,4 @@
-/** Answers of a saved page, as engine/report/inspector.py defines them. A worker runs this script. */
+/** Answers to the questions of a model's page. A worker runs this script. */
 
 const LIKELY_TOKENS = { temperature: 1, top_k: 10, top_p: 1 };
 const MAX_INSPECTED_TOKENS = 4096;
@@ -6,7 +6,6 @@ const MAX_PROMPT_CHARACTERS = 50_000;
 const MAX_THUMBNAIL_TOKENS = 32;
 const MAX_CHARACTER_TOKENS = 4;
 const MAX_PROBE_ERROR = 0.01;  // of a logit
-const LENGTH_LIMIT_REASON = "reached the length limit";
 
 /** A model, perhaps without some heads, with the cache of its last context. */
 class Decoder {
@@ -34,6 +33,8 @@ function findWindowStart(length, contextLength) {
   return Math.ceil(Math.max(0, length - contextLength) / stride) * stride;
 }
 
+const describeLimit = (limit) => `reached its limit of ${limit} token${limit === 1 ? "" : "s"}`;
+
 function logSoftmax(logits) {
   const largest = logits.reduce((a, b) => Math.max(a, b));
   const total = logits.reduce((before, logit) => before + Math.exp(logit - largest), 0);
@@ -53,17 +54,17 @@ function shrink(map) {
     Math.max(0, ...map.slice(top, bottom).flatMap((weights) => [...weights.slice(left, right)]))));
 }
 
-/** Each method but the first ones answers a question of the page, with a generator of objects. */
+/** Each generator answers a question of the page, with objects. */
 class Inspector {
   /** Throws an Error if model.py computed other logits: its layers were changed in a way that has no name. */
-  constructor({ about, config, tokenizer, probe, ...content }, weights) {
-    Object.assign(this, { content, aboutModel: about, tokenizer: new Tokenizer(tokenizer) });
+  constructor({ config, tokenizer, probe, ...content }, weights) {
+    Object.assign(this, { content, tokenizer: new Tokenizer(tokenizer) });
     this.model = new GPT(config, weights);
     this.full = new Decoder(this.model);
     this.ablated = this.full;
     const logits = this.full.logitsAfter(probe.ids);
     if (probe.logits.some((logit, id) => Math.abs(logit - logits[id]) > MAX_PROBE_ERROR)) {
-      throw new Error("The page does not compute what model.py computed. Use sample.py --page instead.");
+      throw new Error("The page does not compute what model.py computed. Use sample.py without --page.");
     }
   }
 
@@ -119,10 +120,6 @@ class Inspector {
     return null;
   }
 
-  *about() {
-    yield this.aboutModel;
-  }
-
   *read({ ids, off, ...question }) {
     const tokens = [{ id: ids[0], text: this.tokenizer.label(ids[0]) }];
     for (let length = 1; length <= ids.length; length++) {
@@ -164,7 +161,7 @@ class Inspector {
     yield* this.read(question);
     for (const { id, ids, logits, weights, text, isEnded } of this.generate(question.ids, limit, question)) {
       if (logits) yield { token: { ...this.describe(id, logits, weights), shared: this.findShared(ids) }, text };
-      else yield { end: isEnded ? "the model ended the text" : LENGTH_LIMIT_REASON };
+      else yield { end: isEnded ? "the model ended the text" : describeLimit(limit) };
     }
   }
 
@@ -180,7 +177,7 @@ class Inspector {
     let last;
     for (const piece of this.generate(ids, limit, question)) {
       if (piece.logits) yield { text: piece.text };
-      else yield { end: piece.isEnded ? "the model ended its answer" : LENGTH_LIMIT_REASON, is_shortened: start > 0, ids: last };
+      else yield { end: piece.isEnded ? "the model ended its answer" : describeLimit(limit), isShortened: start > 0, ids: last };
       last = piece.ids;
     }
   }
@@ -210,14 +207,16 @@ class Inspector {
         });
         yield;
       }
-      this.maps = { key, start, size: window.length, maps };
+      this.maps = { key, start, size: window.length, maps, ids: window };
     }
     return this.maps;
   }
 
   *heads(question) {
-    const { size, maps } = yield* this.computeMaps(question);
-    yield { size: Math.min(size, MAX_THUMBNAIL_TOKENS), weights: toLevels(maps.map(shrink)), habits: [] };
+    const { size, maps, ids } = yield* this.computeMaps(question);
+    const texts = ids.map((id) => makeDecoder(false).decode(this.tokenizer.bytes([id])));
+    const habits = nameHeads(maps.length, (head, i, j) => maps[head][i][j], ids, texts);
+    yield { size: Math.min(size, MAX_THUMBNAIL_TOKENS), weights: toLevels(maps.map(shrink)), habits };
   }
 
   *attention(question) {

@@ -1,4 +1,4 @@
-/** Attention: a grid of all heads, one head as a map, and arcs over the text. Both pages use it. */
+/** Attention: a grid of all heads, and one head as a map. Both pages use it. */
 
 const LIGHT = [247, 247, 245];  // the ground of maps, in both themes
 const DARK = [8, 81, 156];
@@ -8,11 +8,10 @@ const SHADES = Uint32Array.from({ length: 256 }, (_, level) => {
   return 0xff000000 + (blue << 16) + (green << 8) + red;
 });
 const shadeToken = (level) => level ? mixColors(LIGHT, DARK, level / 255) : ["", ""];
-const MAX_LABEL_CHARACTERS = 11;
 const GRID_LABEL = "Heads: layers down, heads across";
 const MAX_GRID_HEIGHT = 420;  // pixels, unless the heads would be too small to see
-const MAX_MAP_WIDTH = 600;
-const MIN_ARC_WEIGHT = 0.01;
+const MAX_MAP_PIXELS = 600;
+const MAX_CELL_PIXELS = 24;
 
 /** The weights of heads, as lower triangles of size × size. */
 class Triangles {
@@ -33,8 +32,12 @@ class Triangles {
     return this.bytes[head * this.size * (this.size + 1) / 2 + row * (row + 1) / 2 + column];
   }
 
+  weight(head, row, column) {
+    return (this.level(head, row, column) / 255) ** 2;
+  }
+
   row(head, row) {
-    return Array.from({ length: row + 1 }, (_, column) => (this.level(head, row, column) / 255) ** 2);
+    return Array.from({ length: row + 1 }, (_, column) => this.weight(head, row, column));
   }
 }
 
@@ -144,98 +147,40 @@ class HeadGrid extends Selection {
 
 const formatSigned = (value) => `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(Math.abs(value) < 0.1 ? 3 : 2)}`;
 
-/** One head as a map of tokens by tokens, to move in with mouse and arrow keys. */
+/** One head as a map of tokens by tokens, to point at. */
 class HeadMap {
   /** `move` is called with the row, and the column or undefined, that are pointed at. */
   constructor(canvas, move) {
-    Object.assign(this, { canvas, move, row: 0, column: 0, image: make("canvas") });
-    canvas.addEventListener("keydown", (event) => this.press(event));
+    Object.assign(this, { canvas, move, image: make("canvas") });
     for (const type of ["pointermove", "pointerdown"]) canvas.addEventListener(type, (event) => this.hover(event));
   }
 
-  draw(triangles, head, labels, row, column) {
+  draw(triangles, head, row, column) {
     if (this.triangles !== triangles || this.head !== head) drawThumbnail(this.image, triangles, head);
-    Object.assign(this, { triangles, head, row, column, size: triangles.size });
-    const context = this.layOut();
-    const { edge, cell } = this;
-    context.imageSmoothingEnabled = false;
-    context.drawImage(this.image, edge, edge, cell * this.size, cell * this.size);
-    this.drawLabels(context, labels);
-    Object.assign(context, { strokeStyle: css("--c1"), lineWidth: 2 });
-    context.strokeRect(edge + column * cell, edge + row * cell, cell, cell);
-  }
-
-  /** Chooses the size of a cell, and the edge for labels, so that the map fits its parent; returns the context. */
-  layOut() {
-    const width = Math.min(this.canvas.parentNode.clientWidth, MAX_MAP_WIDTH);
-    this.isLabeled = (width - 90) / this.size >= 11;
-    this.edge = this.isLabeled ? 90 : 20;
-    const cell = Math.min(24, (width - this.edge - 2) / this.size);
-    this.cell = cell > 2 ? Math.floor(cell) : cell;
-    const side = Math.ceil(this.edge + this.cell * this.size + 2);
-    return prepareCanvas(this.canvas, side, side);
-  }
-
-  drawLabels(context, labels) {
-    const { edge, cell, isLabeled } = this;
-    const shorten = (label) =>
-      (label.length > MAX_LABEL_CHARACTERS ? `${label.slice(0, MAX_LABEL_CHARACTERS - 1)}…` : label);
-    const texts = isLabeled ? labels.map(shorten) : [];
-    Object.assign(context, { font: "12px ui-monospace, monospace", fillStyle: css("--text"), textBaseline: "middle" });
-    context.fillText("looked at →", isLabeled ? 2 : edge, 10);
-    if (isLabeled) context.fillText("looks ↓", 2, edge - 12);
-    context.textAlign = "right";
-    texts.forEach((text, i) => context.fillText(text, edge - 5, edge + (i + 0.5) * cell));
-    context.save();
-    context.rotate(-Math.PI / 2);
-    if (!isLabeled) context.fillText("← looks", -edge, 10);
-    context.textAlign = "left";
-    texts.forEach((text, i) => context.fillText(text, 5 - edge, edge + (i + 0.5) * cell));
-    context.restore();
-  }
-
-  press(event) {
-    const arrow = readArrow(event);
-    if (!arrow) return;
-    const row = clamp(this.row + arrow[0], 0, this.size - 1);
-    this.move(row, clamp(this.column + arrow[1], 0, row));
+    const { size } = triangles;
+    const side = Math.min(this.canvas.parentNode.clientWidth, MAX_MAP_PIXELS, MAX_CELL_PIXELS * size);
+    const cell = side / size;
+    Object.assign(this, { triangles, head, row, column, size, cell });
+    const context = prepareCanvas(this.canvas, side, side);
+    Object.assign(context, { imageSmoothingEnabled: false, strokeStyle: css("--c1"), lineWidth: 2 });
+    context.drawImage(this.image, 0, 0, side, side);
+    context.strokeRect(column * cell, row * cell, cell, cell);
   }
 
   hover(event) {
-    const [row, column] = [event.offsetY, event.offsetX].map((at) => Math.floor((at - this.edge) / this.cell));
+    const [row, column] = [event.offsetY, event.offsetX].map((at) => Math.floor(at / this.cell));
     const isSame = row === this.row && column === this.column;
     if (!isSame && row >= column && column >= 0 && row < this.size) this.move(row, column);
   }
 }
 
-/** Draws arcs over a text from a token to those that it looks at, whose chips and weights are given. */
-function drawArcs(canvas, from, chips, weights) {
-  const frame = canvas.parentNode.getBoundingClientRect();
-  const context = prepareCanvas(canvas, frame.width, frame.height);
-  context.strokeStyle = css("--c0");
-  const place = (chip) => {
-    const box = chip.getBoundingClientRect();
-    return [box.left + box.width / 2 - frame.left, box.top + 2 - frame.top];
-  };
-  weights.forEach((weight, i) => {
-    if (weight < MIN_ARC_WEIGHT || chips[i] === from) return;
-    const [x, y] = place(from);
-    const [left, top] = place(chips[i]);
-    const peak = Math.min(y, top) - 12 - Math.min(40, Math.abs(x - left) / 6);
-    context.globalAlpha = 0.25 + 0.75 * Math.sqrt(weight);
-    context.lineWidth = 1 + 3 * Math.sqrt(weight);
-    context.stroke(new Path2D(`M${x} ${y}Q${(x + left) / 2} ${peak} ${left} ${top}`));
-  });
-}
-
-/** The attention of a text: the grid of heads, the chosen one as a map, and arcs over the tokens. */
+/** The attention of a text: the grid of heads, and the chosen one as a map. */
 class AttentionView {
   /** `point` is called with a token; `load(head)` calls `show()`, now or later; `toggle` makes switches. */
   constructor(list, layers, heads, { point, load, toggle }) {
     Object.assign(this, { list, point, load, start: 0, head: 0, triangles: new Triangles() });
     this.grid = new HeadGrid($("heads"), layers, heads, (index) => this.choose(index), { toggle });
     this.map = new HeadMap($("map"), (row, column) => this.point(this.start + row, this.start + column));
-    on("with-arcs", "change", () => this.draw());
     dark.addEventListener("change", () => this.draw());
     new ResizeObserver(() => this.draw()).observe(list.container);
   }
@@ -269,14 +214,10 @@ class AttentionView {
   draw(column) {
     const { list, start, triangles } = this;
     const row = list.current - start;
-    const weights = triangles.has(row) ? triangles.row(this.head, row) : [];
-    const hasArcs = $("with-arcs").checked;
-    list.container.classList.toggle("has-arcs", hasArcs);
-    drawArcs($("arcs"), list.items[list.current], list.items.slice(start), hasArcs ? weights : []);
-    if (!weights.length) return;
+    if (!triangles.has(row)) return;
+    const weights = triangles.row(this.head, row);
     const at = typeof column === "number" ? column - start : weights.indexOf(Math.max(...weights));
-    const labels = list.items.slice(start, start + triangles.size).map((chip) => chip.textContent);
-    this.map.draw(triangles, this.head, labels, row, at);
+    this.map.draw(triangles, this.head, row, at);
     const [from, to] = [list.current, start + at].map((index) => `${list.quote(index)} (token ${index + 1})`);
     $("looks").textContent = `${this.grid.describe(this.grid.current)}. ${from} looks at ${to} with weight `
       + `${weights[at].toFixed(2)}.`;

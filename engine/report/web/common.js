@@ -39,6 +39,7 @@ function makeTable(head, rows, label = "table") {
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
 const formatCount = (value) => Math.round(value).toLocaleString("en");
 const formatNoun = (count, noun) => `${formatCount(count)} ${noun}${count === 1 ? "" : "s"}`;
+const formatLoss = (value) => value.toFixed(4);
 const formatPercent = (value) => (value === 0 ? "–" : value < 0.0001 ? "<0.01%" : `${(100 * value).toFixed(2)}%`);
 
 function formatAmount(value) {
@@ -46,7 +47,7 @@ function formatAmount(value) {
   const size = Math.abs(value);
   if (size >= 1e4) return compact.format(value);
   if (size !== 0 && size < 1e-3) return value.toExponential(2);
-  return String(Number(value.toPrecision(size >= 1e3 ? 5 : 4)));
+  return String(Number(value.toPrecision(5)));
 }
 
 /** Formats seconds: "48 s", "6 min 13 s", "2 h 5 min". */
@@ -68,9 +69,10 @@ function mixColors(low, high, strength) {
 /** Reads a color such as "#16181b" as red, green and blue. */
 const readColor = (name) => [1, 3, 5].map((at) => parseInt(css(name).slice(at, at + 2), 16));
 
-function makeCopyButton(text) {
+/** Makes a button that copies the text that `read` returns. */
+function makeCopyButton(read) {
   const button = makeButton("Copy", async () => {
-    const isCopied = await navigator.clipboard?.writeText(text).then(() => true, () => false);
+    const isCopied = await navigator.clipboard?.writeText(read()).then(() => true, () => false);
     button.textContent = isCopied ? "Copied" : "Select and copy the text";
     setTimeout(() => { button.textContent = "Copy"; }, 2000);
   });

@@ -1,25 +1,30 @@
-/** The page of several runs: which is better, their texts side by side, and the settings that differ. */
+/** Several runs: their table, which is better, their texts side by side, and the settings that differ. */
 
-const TOKENIZER_WARNING = "The runs have different tokenizers: compare bits per byte, not nats or perplexity.";
-const RESULT_COLUMNS = [
-  ["bits per byte", (run) => run.best?.val_bits_per_byte, (value) => value.toFixed(4)],
-  ["loss, nats per token", (run) => run.best?.val_loss, (value) => value.toFixed(4)],
+const COLUMNS = [
+  ["bits per byte", (run) => run.best?.val_bits_per_byte, formatLoss],
+  ["loss, nats per token", (run) => run.best?.val_loss, formatLoss],
   ["perplexity", (run) => run.best?.val_perplexity, formatAmount],
   ["score, %", (run) => run.best?.val_score, (value) => (100 * value).toFixed(1)],
-  ["at step", (run) => run.best?.step, formatCount], ["parameters", (run) => run.about.parameters, formatCount],
-  ["tokens", (run) => run.num_tokens, formatCount], ["time", (run) => run.state?.seconds, formatSeconds],
+  ["at step", (run) => run.best?.step, formatCount],
+  ["parameters", (run) => run.about?.parameters, formatCount],
+  ["tokens", (run) => run.num_tokens, formatCount],
+  ["time", (run) => run.state?.seconds, formatSeconds],
+  ["state", ({ state, problem }) => (problem ? `damaged: ${problem}` : state?.state), String],
+  ["data", ({ settings }) => settings && [settings.data].flat().join(" "), String],
+  ["machine", ({ about }) => about?.machine?.GPU ?? about?.machine?.processor, String],
+  ["commit", ({ about }) => about?.machine?.commit, String],
 ];
-
-const listWarnings = (runs) => new Set(runs.map((run) => run.about.tokenizer)).size > 1 ? [TOKENIZER_WARNING] : [];
 
 const isKnown = (value) => value !== null && value !== undefined && !Number.isNaN(value);
 const compareValues = (a, b) => typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b;
 
 /** Makes a table with a row for each run, sorted by the column whose heading is clicked; again, in reverse. */
-function makeRunTable(runs, columns, sortedBy) {
+function makeRunTable(runs, sortedBy, makeName = (run) => run.name) {
+  const columns = [["run", ({ name }) => name, (name, run) => makeName(run)],
+    ...COLUMNS.filter(([, read]) => runs.some((run) => isKnown(read(run))))];
   const buttons = columns.map(([title], i) => makeButton(title, () => sort(i)));
   const box = makeTable(buttons, [], "Runs, scrolls sideways");
-  const format = (run) => columns.map(([, read, show = String]) => isKnown(read(run)) ? show(read(run), run) : "–");
+  const format = (run) => columns.map(([, read, show]) => isKnown(read(run)) ? show(read(run), run) : "–");
   const rows = new Map(runs.map((run) => [run, makeRows([format(run)])[0]]));
   const sort = (column) => {
     const { parentNode: heading } = buttons[column];
@@ -31,14 +36,8 @@ function makeRunTable(runs, columns, sortedBy) {
     box.querySelector("tbody").replaceChildren(...new Set([...known, ...runs].map((run) => rows.get(run))));
   };
   box.firstChild.id = "results";
-  sort(sortedBy);
+  sort(Math.min(sortedBy, columns.length - 1));
   return box;
-}
-
-/** Makes the table of results of runs, with the columns that one of them has. */
-function makeResultTable(runs) {
-  const columns = RESULT_COLUMNS.filter(([, read]) => runs.some((run) => isKnown(read(run))));
-  return makeRunTable(runs, [["run", ({ name }) => name], ...columns], Math.min(1, columns.length));
 }
 
 /** Shows what the used checkpoints wrote after prompts that all runs have. */
@@ -46,8 +45,7 @@ function showSamplesBeside(runs) {
   const texts = runs.map(({ samples, best_step }) => new Map(samples
     .filter(({ step }) => step === (best_step ?? step)).map(({ prompt, text }) => [prompt, text])));
   const shared = [...texts[0].keys()].filter((prompt) => texts.every((each) => each.has(prompt)));
-  const advice = "Choose one with python report.py … --prompt TEXT.";
-  if (!shared.length) $("samples").append(make("p", {}, `The runs have no prompt in common. ${advice}`));
+  if (!shared.length) $("samples").append(make("p", {}, "The runs have no prompt in common: report.py --prompt TEXT."));
   for (const prompt of shared) {
     const columns = runs.map(({ name }, i) =>
       make("div", {}, make("h3", {}, name), makeSample([make("b", {}, prompt), texts[i].get(prompt)])));
@@ -69,7 +67,8 @@ function showDifferences(runs) {
 function showComparison(runs) {
   $("comparison").hidden = false;
   const [kind, text] = winner ?? ["", "Runs that have the same text are comparable by bits per byte."];
-  $("comparison").append(make("p", { class: `verdict ${kind}`, id: "winner" }, text), makeResultTable(runs));
+  $("comparison").append(make("p", { class: `verdict ${kind}`, id: "winner" }, text), makeRunTable(runs, 1),
+    makeNote("With different tokenizers, only bits per byte are comparable."));
   for (const id of ["first", "attention", "data-used", "machine"]) $(id).hidden = true;
   showSamplesBeside(runs);
   showDifferences(runs);

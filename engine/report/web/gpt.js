@@ -4,7 +4,6 @@
  */
 
 const identity = { forward: (x) => x };
-const sum = (x) => x.reduce((total, value) => total + value, 0);
 const add = (x, y) => x.map((value, i) => value + y[i]);
 
 function dot(x, y) {

@@ -1,22 +1,20 @@
-/** The canvas of the live page: a text, its tokens, its branches, and the heads that read it. */
+/** The canvas of the page: a text, its tokens, its branches, and the heads that read it. */
 
 const HUES = { surprise: [230, 159, 0], more: [213, 94, 0], less: [0, 158, 115] };  // Okabe–Ito
 const MAX_CHANGE_BITS = 2;  // of full color
 const OPENING_TOKENS = 64;  // that the page generates when it opens
 const MAX_BRANCHES = 20;
-const NUM_RANKS = 10;
-const SCRIPTS = ["Arabic", "Armenian", "Bengali", "Cyrillic", "Devanagari", "Georgian", "Greek", "Han", "Hangul",
-  "Hebrew", "Hiragana", "Katakana", "Tamil", "Telugu", "Thai"];
+const NUM_RANKS = 3;
 const SETTINGS = ["temperature", "top_p", "top_k", "seed", "max_new_tokens"];
 const FIELDS = [...SETTINGS, "typed", "draft"];
 const makeBranch = (saved) => ({ ids: [], tokens: [], next: null, text: "", numPrompt: 0, settings: "", ...saved });
 
-let about, chat, view, grid;
+const { about } = JSON.parse($("data").textContent);
+let chat, view, grid;
 let branches = [];
 let branch;  // the one that is shown
 let attended = [];  // what the attention that is shown depends on: text and heads, chosen head
-let measured = { name: "", ids: [], bits: [] };  // what each head is worth on a text
-let colorBefore = null;  // heads were switched off
+let measured = { ids: [], bits: [] };  // what each head is worth on a text
 let isFollowing = false;
 const list = new TokenList($("tokens"), (index) => {
   isFollowing = false;
@@ -48,21 +46,10 @@ const settingsKey = () => JSON.stringify({ ...readQuestion(), seed: 0, max_new_t
 function summarize() {
   const predicted = branch.tokens.filter((each) => each.bits);
   const mean = (which) => (predicted.reduce((sum, { bits }) => sum + bits[which], 0) / predicted.length).toFixed(2);
-  const added = branch.tokens.length - branch.numPrompt;
-  const count = branch.numPrompt && added ? `${formatNoun(added, "new token")} after ${formatCount(branch.numPrompt)}`
-    : formatNoun(branch.tokens.length, "token");
+  const count = formatNoun(branch.tokens.length, "token");
   if (!predicted.length) return `${count}.`;
   const bits = `${mean(1)} bits each on average${grid.off.size ? `; ${mean(0)} with all heads` : ""}`;
-  return `${count}, ${bits}.${SCRIPTS.map(describeScript).join("")}`;
-}
-
-/** Says how many tokens a letter of a script takes in the branch, if they are more than one. */
-function describeScript(name) {
-  const pattern = new RegExp(`\\p{Script=${name}}`, "gu");
-  const numLetters = branch.text.match(pattern)?.length ?? 0;
-  const numTokens = branch.tokens.reduce((sum, { text, shared }) =>
-    sum + (shared?.[1].match(pattern) ? shared[0] : text.match(pattern) ? 1 : 0), 0);
-  return numTokens > numLetters ? ` ${name}: ${(numTokens / numLetters).toFixed(1)} tokens a letter.` : "";
+  return `${count}, ${bits}.`;
 }
 
 /** Adds a branch and shows it; empty ones give way, and the oldest ones, but the first. */
@@ -81,7 +68,7 @@ function drawBranches() {
   };
   $("branches").replaceChildren(...branches.length < 2 ? [] : branches.map((each, i) =>
     makeButton(`${i + 1}: ${each.name}`, () => open(each), { dir: "auto", "aria-pressed": each === branch })));
-  showRanks();
+  showWorth();
 }
 
 function showText({ tokens, text, next }) {
@@ -111,16 +98,13 @@ async function read(query, selected = list.current) {
   if (isComplete) point(clamp(selected, 0, list.items.length - 1));
 }
 
-/** Lets the model write on after ids, or after a text; then selects a token. */
-async function write(query, selected) {
+/** Lets the model write on after ids, or after a text; then selects a token, and says `conclusion` or why it ended. */
+async function write(query, { selected, conclusion } = {}) {
   if (!$("form").reportValidity()) return;
   const shown = branch;
   let end = "";
   isFollowing = true;
-  showEditor(false);
   const isComplete = await work.run("write", { ...readQuestion(), ...query }, (records) => {
-    const box = $("text-box");
-    const isAtEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
     for (const record of records) {
       if (record.tokens) {
         showText({ ...record, next: null });
@@ -132,11 +116,8 @@ async function write(query, selected) {
       end = record.end ?? end;
     }
     say("Generating…");
-    if (isFollowing && isAtEnd) box.scrollTop = box.scrollHeight;
-  }, () => {
-    if (!end) throw new Error(INCOMPLETE);
-    return `Done: ${end}. ${summarize()}`;
-  });
+    if (isFollowing) $("text-box").scrollTop = $("text-box").scrollHeight;
+  }, () => `${conclusion ?? `Done: ${end}.`} ${summarize()}`);
   if (branch !== shown || !shown.tokens.length) return;
   if (isComplete) await predict(shown.ids.length, (next) => branch === shown && showNext(next));
   point(isFollowing ? selected ?? findSurprising(shown.numPrompt) : list.current);
@@ -155,17 +136,15 @@ function findSurprising(start) {
 
 /** Continues the text at its end, after what was typed there. */
 function generate() {
-  const isNew = !$("whole").hidden || !branch.ids.length;
-  const text = $($("whole").hidden ? "typed" : "whole").value;
+  const text = $("typed").value;
   $("typed").value = "";
-  if (isNew) addBranch("new text");
-  write(isNew ? { text } : { ids: branch.ids, text });
+  write(branch.ids.length ? { ids: branch.ids, text } : { text });
 }
 
 function follow(index, id, label) {
   const ids = [...branch.ids.slice(0, index), id];
   addBranch(`“${label}” at token ${index + 1}`);
-  write({ ids }, index);
+  write({ ids }, { selected: index });
 }
 
 /** Selects a token: its table, its colors and its attention follow. */
@@ -230,7 +209,7 @@ async function showAttention() {
   const query = { ids: branch.ids, at, off: listOff(), layer, head };
   const showHeads = ([{ weights, size, habits }]) => {
     view.showHeads(new Triangles(weights, size), habits);
-    showRanks();
+    showWorth();
   };
   const showHead = ([{ weights, start, size }]) => view.show(new Triangles(weights, size), 0, start);
   const isComplete = (hasHeads || await askBeside("heads", query, showHeads))
@@ -248,7 +227,7 @@ function paintTokens() {
   const ground = readColor("--panel");  // once: it makes the browser compute styles
   branch.tokens.forEach((_, index) => paintToken(index, ground));
   const texts = {
-    surprise: `Full color: ${about.max_bits.toFixed(1)} bits, as surprising as if every token were equally likely.`,
+    surprise: `Full color: ${about.maxBits.toFixed(1)} bits, as surprising as if every token were equally likely.`,
     attention: "Color: the weight with which the selected token looks at it.",
     change: grid.off.size
       ? `Orange: more surprising without the heads that are off, green: less; full at ${MAX_CHANGE_BITS} bits.`
@@ -262,7 +241,7 @@ function paintToken(index, ground = readColor("--panel")) {
   const mix = (hue, strength) => (strength >= 0 ? mixColors(ground, HUES[hue], strength) : ["", ""]);
   const paints = {
     attention: () => shadeToken(view.level(index)),
-    surprise: () => mix("surprise", after / about.max_bits),
+    surprise: () => mix("surprise", after / about.maxBits),
     change: () => mix(after > before ? "more" : "less", Math.abs(after - before) / MAX_CHANGE_BITS),
   };
   list.paint(index, ...paints[color()]());
@@ -270,54 +249,42 @@ function paintToken(index, ground = readColor("--panel")) {
 
 /** Reads the text again without the heads that are off; the colors show the change. */
 function switchHeads() {
-  if (grid.off.size && colorBefore === null) colorBefore = color();
-  const shown = grid.off.size ? "change" : colorBefore ?? color();
-  if (!grid.off.size) colorBefore = null;
-  document.querySelector(`input[value=${shown}]`).checked = true;
+  document.querySelector(`input[value=${grid.off.size ? "change" : "surprise"}]`).checked = true;
   if (branch.ids.length) read({ ids: branch.ids });
 }
 
-/** Runs each head off once over the text, and ranks them. */
+/** Runs each head off once over the text, and names those that it needs most. */
 function measure() {
   if (measuring.request) return void measuring.stop();
   if (!branch.ids.length) return void say("Generate a text first.", true, "measure-status");
   const total = formatCount(grid.items.length);
-  measured = { name: `${branches.indexOf(branch) + 1}: ${branch.name}`, ids: [...branch.ids], bits: [] };
+  measured = { ids: [...branch.ids], bits: [] };
   measuring.run("measure", { ids: measured.ids }, (records) => {
     for (const { layer, head, bits } of records) if (layer) measured.bits[(layer - 1) * about.heads + head - 1] = bits;
     say(`Head ${formatCount(measured.bits.length)} of ${total}…`, false, "measure-status");
-    showRanks();
-  }, () => `All ${total} heads measured.`);
+    showWorth();
+  }, () => {
+    const ranked = [...measured.bits.keys()].sort((a, b) => measured.bits[b] - measured.bits[a]).slice(0, NUM_RANKS);
+    const names = ranked.map((index) => grid.describe(index)).join("; ");
+    return `All ${total} heads measured. The text needs most: ${names}.`;
+  });
 }
 
-/** Ranks the heads that were measured. The grid has the numbers while their text is shown. */
-function showRanks() {
-  const { name, ids, bits } = measured;
-  const isShown = String(ids) === String(branch.ids);
-  grid.bits = isShown ? bits : [];
+/** Shows in the grid what the heads are worth, while their text is shown. */
+function showWorth() {
+  grid.bits = String(measured.ids) === String(branch.ids) ? measured.bits : [];
   grid.items.forEach((_, index) => grid.describe(index));
-  const ranked = [...bits.keys()].sort((a, b) => bits[b] - bits[a]);
-  const rows = ranked.slice(0, NUM_RANKS).map((index, i) =>
-    [`${i + 1}. ${grid.name(index)}`, grid.habits[index]?.[0] ?? "–", formatSigned(bits[index])]);
-  const note = `Measured on ${name} (${formatNoun(ids.length, "token")})${isShown ? "" : ". Another text is shown"}.`;
-  const table = makeTable(["without", "habit", "bits per token"], rows);
-  $("ranks").replaceChildren(...rows.length ? [makeNote(note), table] : []);
 }
 
-/** Shows the text to type another, or returns to the tokens. */
-function showEditor(isOpen) {
-  const hadFocus = document.activeElement === $("whole");
-  $("whole").hidden = !isOpen;
-  $("text-box").hidden = isOpen;
-  $("read").hidden = !isOpen;
-  $("edit").textContent = isOpen ? "Back" : "New text";
-  const ofTokens = "#colors, #branches, #inside section:not([aria-labelledby=text-title])";
-  for (const each of document.querySelectorAll(ofTokens)) each.inert = isOpen;
-  if (hadFocus) $("typed").focus();
-  if (!isOpen) return;
-  $("whole").value = branch.text;
-  $("whole").focus();
-  $("whole").select();
+/** Begins another text, with the one that is shown to change. */
+function startText() {
+  const { text } = branch;
+  addBranch("new text");
+  showText({ tokens: [], text: "", next: null });
+  fillTable({}, 0);
+  $("typed").value = text;
+  $("typed").focus();
+  $("typed").select();
 }
 
 function showTab(isChat) {
@@ -332,7 +299,6 @@ function showTab(isChat) {
 function lookInside(ids, name) {
   addBranch(name);
   branch.ids = ids;
-  showEditor(false);
   showTab(false);
   read({ ids }, ids.length - 1);
 }
@@ -356,18 +322,18 @@ function listen() {
     event.preventDefault();
     if (!$("inside").hidden) generate();
   });
-  for (const id of ["typed", "tokens", "whole"]) onEnter(id, generate);
+  for (const id of ["typed", "tokens"]) onEnter(id, generate);
   on("stop", "click", () => work.stop());
-  on("edit", "click", () => showEditor($("whole").hidden));
+  on("edit", "click", startText);
   on("read", "click", () => {
-    addBranch("your text");
-    showEditor(false);
-    read({ text: $("whole").value }, 0).then(() => point(findSurprising(0)));
+    const text = $("typed").value;
+    $("typed").value = "";
+    read({ ids: branch.ids, text }, 0).then(() => point(findSurprising(0)));
   });
   on("measure", "click", measure);
   on("on", "click", () => {
     grid.off.clear();
-    showRanks();
+    showWorth();
     switchHeads();
   });
   for (const name of ["temperature", "top_p", "top_k"]) on(name, "input", showSettings);
@@ -380,22 +346,20 @@ function listen() {
   dark.addEventListener("change", paintTokens);
 }
 
-/** Fills the page with what the server tells of the model. */
-function begin([answer]) {
-  about = answer;
+/** Fills the page with what is known of the model. */
+function begin() {
   const { name, text, ...settings } = about.settings;
   $("name").textContent = name;
   document.title = `${name} – look inside`;
   $("shape").textContent = `${formatNoun(about.layers, "layer")} of ${formatNoun(about.heads, "head")}, context of `
-    + `${formatNoun(about.context_length, "token")}. ${PLACE}`;
+    + `${formatNoun(about.contextLength, "token")}. The model is in this page, in 8 bits, and computes here.`;
   $("temperature").max = Math.max(2, settings.temperature);
   for (const [key, value] of Object.entries(settings)) $(key).value = value ?? "";
   view = new AttentionView(list, about.layers, about.heads, { point, load: showAttention, toggle: switchHeads });
   grid = view.grid;
-  $("main").hidden = false;  // not earlier: what is typed before would be overwritten
-  $("tabs").hidden = !about.is_chat_model;
+  $("tabs").hidden = !about.isChatModel;
   listen();
-  chat = about.is_chat_model ? new Chat(about, readQuestion, lookInside) : null;
+  chat = about.isChatModel ? new Chat(about, readQuestion, lookInside) : null;
   restore(readState(stateKey()), text || about.prompts[0] || "");
   showSettings();
   addEventListener("pagehide", store);
@@ -405,30 +369,25 @@ function begin([answer]) {
 function restore(saved, prompt) {
   FIELDS.forEach((id) => { $(id).value = saved.fields?.[id] ?? $(id).value; });
   chat?.restore(saved.chat ?? {});
-  for (const index of saved.off ?? []) grid.off.add(index);
-  measured = saved.measured ?? measured;
-  grid.select(saved.head ?? 0);
-  if (saved.color) document.querySelector(`input[value=${saved.color}]`).checked = true;
   branches = (saved.branches ?? []).map(makeBranch);
   branch = branches[saved.branch];
   if (!branch) addBranch("the text");
   drawBranches();
   if (chat) showTab(saved.isChat ?? true);
-  if (branch.ids.length) return void read({ ids: branch.ids }, saved.selected);
+  if (branch.ids.length) return void read({ ids: branch.ids }, 0);
   if (chat) return;
   $("typed").focus();
-  write({ text: prompt, max_new_tokens: Math.min(OPENING_TOKENS, Number($("max_new_tokens").value)) });
+  const limit = Math.min(OPENING_TOKENS, Number($("max_new_tokens").value));
+  write({ text: prompt, max_new_tokens: limit }, { conclusion: "A text to begin with." });
 }
 
 function store() {
-  chat?.takeBack();
   storeState(stateKey(), {
     fields: Object.fromEntries(FIELDS.map((id) => [id, $(id).value])),
     chat: chat && { turns: chat.turns, ids: chat.ids, retries: chat.retries },
     branches: branches.map(({ name, ids, numPrompt }) => ({ name, ids, numPrompt })),
-    isChat: !$("chat").hidden, branch: branches.indexOf(branch), selected: list.current, color: color(),
-    head: grid.current, off: [...grid.off], measured,
+    isChat: !$("chat").hidden, branch: branches.indexOf(branch),
   });
 }
 
-ask("about", {}, begin).catch((error) => say(error.message, true, "shape"));
+begin();

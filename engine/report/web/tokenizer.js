@@ -1,4 +1,4 @@
-/** Text ↔ token ids: characters, bytes, or byte-pair encoding as tiktoken computes it. */
+/** Text ↔ token ids: characters, bytes, or byte-pair encoding as splintr computes it. */
 
 const SPACE_SYMBOLS = { " ": "·", "\n": "⏎", "\t": "⇥", "\r": "\\r" };
 const unifyLineEnds = (text) => text.replace(/\r\n?/g, "\n");
@@ -15,16 +15,18 @@ function showCharacter(character) {
 
 class Tokenizer {
   /** `tokens` has the bytes of each id, a letter each, or null; `text_ids` are those of ordinary text. */
-  constructor({ kind, tokens, text_ids, pattern, is_normalized, markup, text_start }) {
-    Object.assign(this, { kind, tokens, markup, isNormalized: is_normalized, textStart: text_start });
+  constructor({ kind, tokens, text_ids, pattern, merged_ids, normalization, markup, text_start }) {
+    Object.assign(this, { kind, tokens, normalization, textStart: text_start });
+    this.markup = new Map(markup);
     this.pattern = new RegExp(pattern, "gu");
     this.ids = new Map(text_ids.map((id) => [tokens[id], id]));
+    this.ranks = new Map(merged_ids.map((id, rank) => [tokens[id], rank]));
   }
 
   /** Throws an Error for a character that the vocabulary lacks. */
   encode(text) {
     if (this.kind === "byte-level BPE") {
-      const words = (this.isNormalized ? text.normalize("NFC") : text).match(this.pattern) ?? [];
+      const words = (this.normalization ? text.normalize(this.normalization) : text).match(this.pattern) ?? [];
       return words.flatMap((word) => this.merge(toLetters(word)));
     }
     const pieces = this.kind === "byte" ? [...toLetters(text)] : Array.from(text, toLetters);
@@ -33,11 +35,11 @@ class Tokenizer {
     return pieces.map((piece) => this.ids.get(piece));
   }
 
-  /** Merges the neighbors that form the token of the lowest id, until none do. */
+  /** Merges the neighbors that form the token of the earliest merge, until none do. */
   merge(word) {
     if (this.ids.has(word)) return [this.ids.get(word)];
     const pieces = [...word];
-    const rank = (i) => (i + 1 < pieces.length ? this.ids.get(pieces[i] + pieces[i + 1]) ?? Infinity : Infinity);
+    const rank = (i) => (i + 1 < pieces.length ? this.ranks.get(pieces[i] + pieces[i + 1]) ?? Infinity : Infinity);
     const ranks = pieces.map((_, i) => rank(i));
     for (;;) {
       const lowest = ranks.reduce((a, b) => Math.min(a, b));
@@ -59,9 +61,9 @@ class Tokenizer {
 
   /** Splits a text at the names of markup, which become ids. */
   splitMarkup(text) {
-    const names = Object.keys(this.markup).map((name) => name.replace(/[\\^$.*+?()[\]{}|]/g, "\\$&"));
+    const names = [...this.markup.keys()].map((name) => name.replace(/[\\^$.*+?()[\]{}|]/g, "\\$&"));
     if (!names.length) return [text];
-    return text.split(new RegExp(`(${names.join("|")})`, "u")).map((part) => this.markup[part] ?? part);
+    return text.split(new RegExp(`(${names.join("|")})`, "u")).map((part) => this.markup.get(part) ?? part);
   }
 
   hasStart(ids) {

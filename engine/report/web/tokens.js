@@ -58,18 +58,7 @@ class TokenList extends Selection {
     if (!arrow && end === undefined) return;
     event.preventDefault();
     const isReversed = getComputedStyle(event.target.closest("[dir=auto]")).direction === "rtl";
-    const [down, right] = arrow ?? [0, 0];
-    const to = end ?? (down ? this.findVertical(down) : this.current + (isReversed ? -right : right));
+    const to = end ?? this.current + (isReversed ? -1 : 1) * arrow[1];
     this.choose(clamp(to, 0, this.items.length - 1));
-  }
-
-  findVertical(step) {
-    const boxes = this.items.map((chip) => chip.getBoundingClientRect());
-    const here = boxes[this.current];
-    const tops = boxes.map((box) => box.top).filter((top) => step * (top - here.top) > 4);
-    if (!tops.length) return this.current;
-    const top = step > 0 ? Math.min(...tops) : Math.max(...tops);
-    const distance = (box) => Math.abs(box.top - top) < 4 ? Math.abs(box.left - here.left) : Infinity;
-    return boxes.reduce((best, box, index) => distance(box) < distance(boxes[best]) ? index : best, this.current);
   }
 }

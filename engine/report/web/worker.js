@@ -1,4 +1,4 @@
-/** The worker of a saved page: it computes the answers to questions, a slice of time for each. */
+/** The worker of a model's page: it computes the answers to questions, a slice of time for each. */
 
 const SLICE_MILLISECONDS = 40;
 const waiting = new Set();  // ids of questions

@@ -1,0 +1,124 @@
+"""Stage 4 of 5: documents → ids and targets.
+
+Special tokens, chat templates, and the tokens that begin and end a text are added here and nowhere
+else: see chats/. A batch of documents is encoded by one thread at a time.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.data.chats.chat import (
+    add_ends,
+    count_targets,
+    encode_examples,
+    encode_texts,
+    names_pattern,
+)
+from engine.data.documents import corpus
+from engine.data.documents.corpus import Piece, SplitRule, Unit
+from engine.data.documents.document import Document
+from engine.data.sources.notes import Notes
+from engine.data.tokenizer import Tokenizer
+
+NAMES_NOTE = "names of special tokens, plain characters here"
+NAMES_ADVICE = ": see --parse-special, and --separator for plain text"
+
+
+class EncodedText(NamedTuple):
+    """Consecutive pieces of a document for one split, or an example of it, as token ids."""
+
+    split: str
+    ids: np.ndarray
+    num_targets: int  # of an example
+    num_bytes: int  # in UTF-8; of an example, those of its targets
+    ends_document: bool
+    source: str
+
+
+@dataclass
+class Batch:
+    """Encoded documents of a unit."""
+
+    unit: Unit
+    texts: np.ndarray  # TEXT_DTYPE (N,)
+    encoded: list[EncodedText] = field(default_factory=list)
+    num_characters: int = 0
+    notes: Notes = field(default_factory=Notes)
+
+
+@dataclass(frozen=True)
+class EncodingRule:
+    """How documents become ids, besides the tokenizer."""
+
+    split_rule: SplitRule
+    parse_special: bool = False  # names of special tokens in texts become these tokens
+    separator: str = ""  # ends a document where the tokenizer has no token for it
+
+
+def encode_batch(
+    unit: Unit, documents: Sequence[Document], rule: EncodingRule, tokenizer: Tokenizer
+) -> Batch:
+    """Split, hash and encode documents, of which the pieces of one may be joined first."""
+    batch = Batch(unit, np.zeros(len(documents), corpus.TEXT_DTYPE))
+    numbers: list[int] = []  # of the document of each piece to encode
+    pieces: list[Piece] = []
+    pending: list[Piece] = []  # of one document
+    rows = []
+    for number, document in enumerate(documents):
+        digest = corpus.digest_of(document)
+        split_pieces = rule.split_rule.pieces(document, digest, unit.split)
+        pending += split_pieces
+        rows.append(
+            (digest[corpus.HASH_BYTES], 0, document.ends_document, split_pieces[-1].split == "val")
+        )
+        if document.ends_document or tokenizer.can_encode_pieces:
+            joined = pending if len(pending) == 1 else join_pieces(pending)
+            pieces += joined
+            numbers += [number] * len(joined)
+            pending = []
+    batch.texts[:] = rows
+    for number, piece, examples in zip(
+        numbers, pieces, encode_pieces(tokenizer, pieces, rule), strict=True
+    ):
+        for index, text in enumerate(examples, 1):
+            ends = piece.ends_document and index == len(examples)
+            batch.encoded.append(EncodedText(piece.split, *text, ends, documents[number].source))
+        batch.texts["tokens"][number] += max(len(ids) for ids, _, _ in examples)
+    content = "\0".join(document.text for document in documents)
+    batch.num_characters = len(content)
+    if not rule.parse_special:
+        advice = "" if rule.split_rule.has_examples else NAMES_ADVICE
+        names = names_pattern(tokenizer, has_markup=False).findall(content)
+        batch.notes.add(NAMES_NOTE + advice, len(names))
+    return batch
+
+
+def join_pieces(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return one piece for each split of a document."""
+    joined = []
+    for split, group in itertools.groupby(pieces, key=attrgetter("split")):
+        _, texts, starts, ends = zip(*group, strict=True)
+        joined.append(Piece(split, "".join(texts), starts[0], ends[-1]))
+    return joined
+
+
+def encode_pieces(
+    tokenizer: Tokenizer, pieces: Sequence[Piece], rule: EncodingRule
+) -> Iterator[list[tuple[np.ndarray, int, int]]]:
+    """Yield ids, targets and bytes (see EncodedText) of each text, or of the examples in it."""
+    if rule.split_rule.has_examples:
+        for piece in pieces:
+            examples = encode_examples(tokenizer, json.loads(piece.text), rule.parse_special)
+            yield [(ids, *count_targets(tokenizer, ids)) for ids in examples]
+        return
+    texts = [piece.text for piece in pieces]
+    for piece, ids in zip(pieces, encode_texts(tokenizer, texts, rule.parse_special), strict=True):
+        _, text, starts, ends = piece
+        num_bytes = len(text.encode()) + len(rule.separator) * ends
+        yield [(add_ends(tokenizer, ids, starts, ends, rule.separator), 0, num_bytes)]
