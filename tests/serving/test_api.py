@@ -436,7 +436,7 @@ def test_a_body_that_does_not_arrive_is_an_error(monkeypatch, server):
 def test_the_command_answers_a_burst_and_a_signal_ends_it(trained, number):
     run = trained("run", "--steps", 1)
     command = [sys.executable, ROOT / "sample.py", run, "--serve", "--port=0", "--device=cpu"]
-    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # ignored in the background
+    listen = partial(signal.signal, number, signal.SIG_DFL)  # ignored in the background, by nohup
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
     popen = subprocess.Popen([*map(str, command)], preexec_fn=listen, **pipes)
     with popen as process, contextlib.ExitStack() as stack:
