@@ -62,13 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
         init_distributed(config.device, config.parallel, config.timeout) as dist_ctx,
         cli.Interruption() as interruption,
     ):
-        trainer = train(
-            config,
-            dist_ctx,
-            None,
-            lambda: interruption.signal > 0 or has_torchrun_ended(),
-            started_at,
-        )
+
+        def should_stop() -> bool:
+            return interruption.signal > 0 or has_torchrun_ended()
+
+        trainer = train(config, dist_ctx, None, should_stop, started_at)
         if trainer.budget.exhausted and trainer.evaluation:
             print_summary(trainer)
             return 0

@@ -586,7 +586,7 @@ def documents(tmp_path_factory) -> Path:
 def test_with_a_document_mask_a_row_has_the_loss_of_its_documents_alone(documents, tmp_path):
     flags = ["--document-mask", "--context-length", 96, "--num-kv-heads", 1, "--windows", 9, 0]
     run = train_tiny(documents, tmp_path, "--steps", 3, *flags)
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     for parameter in run.model.parameters():
         parameter.data.normal_(0, 0.3)
     inputs, targets = run.batches.get(3)
@@ -603,7 +603,7 @@ def test_with_a_document_mask_a_row_has_the_loss_of_its_documents_alone(document
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     run.model.eval()
     torch.testing.assert_close(run.passes.loss(run.model, inputs, targets), loss, rtol=1e-5, atol=0)
-    assert run.model(inputs, targets).item() != pytest.approx(loss.item(), rel=1e-4)
+    assert run.model(inputs, targets).item() != pytest.approx(loss.item(), rel=1e-3)
 
 
 # Presets.
