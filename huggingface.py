@@ -4,7 +4,6 @@ python huggingface.py export out/NAME hf/NAME [--family NAME] [--gguf q8_0 | --a
 python huggingface.py import DIRECTORY_OR_HUB_NAME out/NAME [--tokenizer NAME] [--base out/BASE]
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from engine.core.files import atomic_directory, read_json, write_json
 from engine.core.settings import check_flags, parse
 from engine.data.chats.chat import chat_format
 from engine.data.tokenizer import Tokenizer, from_document, load_tokenizer, named_tokenizer
-from engine.data.tokenizer_config import read_chat_templates
+from engine.data.tokenizer_config import read_chat_templates, with_model_files
 from engine.data.tokenizer_json import EXTENSION_KEY, token_ids_of, with_extension
 from engine.huggingface import adapter, convert, directory
 from engine.huggingface import gguf as gguf_file
@@ -104,13 +103,12 @@ def export_model(config: ExportConfig) -> str:
     if config.gguf:
         gguf_file.check_supported(model_config, family, tokenizer)
     template = directory.chat_template(tokenizer, checkpoint.is_chat_model)
-    sampling = directory.read_sampling((checkpoint.base or checkpoint).path)
     name = config.out.resolve().name
     with atomic_directory(config.out) as path:
         write_tensors(path / "model.safetensors", tensors, {"format": "pt"})
         write_json(path / "config.json", hf_config)
         length = model_config.context_length
-        directory.write_tokenizer(path, tokenizer, length, template, sampling)
+        directory.write_tokenizer(path, tokenizer, length, template)
         directory.write_card(path / "README.md", name, checkpoint.state, model.num_parameters)
         if config.gguf:
             file = path / f"{name}-{config.gguf}.gguf"
@@ -125,7 +123,7 @@ def export_model(config: ExportConfig) -> str:
 
 
 def read_adapter_tokenizer(name: str | None, path: Path, base: Checkpoint) -> Tokenizer:
-    """Return an adapter's tokenizer and chat template, or its base model's where it has none.
+    """Return an adapter's tokenizer, chat template and sampling, or else its base model's.
 
     Raises UserError for one with other token ids.
     """
@@ -140,10 +138,8 @@ def read_adapter_tokenizer(name: str | None, path: Path, base: Checkpoint) -> To
         raise UserError(f"{name}: its token ids are not those of the base model. {fix}")
     values = base_tokenizer.document["model"].get(EXTENSION_KEY, {})
     values = values | tokenizer.document["model"].get(EXTENSION_KEY, {})
-    if templates := read_chat_templates(path):
-        values["chat_template"] = templates.pop("default", None)
-        values["other_templates"] = json.dumps(templates) if templates else None
-    tokenizer = from_document(with_extension(tokenizer.document, **values))
+    document = with_extension(tokenizer.document, **values)
+    tokenizer = from_document(with_model_files(document, path))
     tokenizer.folder = path
     return tokenizer
 
@@ -217,17 +213,10 @@ def import_model(config: ImportConfig) -> bool:
     params = convert.from_hf(tensors, names, family)
     imported = str(path.resolve()) if Path(config.source).is_dir() else config.source
     state = replace(state, model=model_config, imported=imported)
-    sampling = directory.read_sampling(path)
-    if sampling:
-        values = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
-        print(f"Its defaults of sampling, by generation_config.json: {values}")
-
-    def save_files(file: Path) -> None:
-        tokenizer.save(file)
-        if sampling:
-            write_json(file.with_name("generation_config.json"), sampling)
-
-    checkpoints.write_checkpoint(target, state, params, {}, save_files)
+    if tokenizer.sampling:
+        values = ", ".join(f"{name} {value:g}" for name, value in tokenizer.sampling.items())
+        print(f"Its defaults of sampling: {values}")
+    checkpoints.write_checkpoint(target, state, params, {}, tokenizer.save)
     try:
         chat_format(tokenizer)
     except UserError as error:

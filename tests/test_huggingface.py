@@ -425,20 +425,21 @@ def test_a_tied_model_saved_with_its_head_only_is_read(hf_llama: Path, tmp_path:
     assert model.config.tie_embeddings
 
 
-def test_the_defaults_of_sampling_are_kept(hf_llama: Path, tmp_path: Path, capsys):
+def test_the_defaults_of_sampling_are_kept_and_inherited(hf_llama: Path, tmp_path: Path, capsys):
     hf = shutil.copytree(hf_llama, tmp_path / "hf")
     ByteTokenizer().save(hf / "tokenizer.json")
     values = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
     (hf / "generation_config.json").write_text(json.dumps(values | {"max_new_tokens": 64}))
     run_command("import", hf, tmp_path / "run")
     assert "temperature 0.6, top_k 20, top_p 0.95" in capsys.readouterr().out
-    file = find_checkpoint(tmp_path / "run").path / "generation_config.json"
-    assert json.loads(file.read_text()) == values
+    assert sample.load(tmp_path / "run", "cpu").sampling == values
+    data = make_dataset(tmp_path, numbers_text(100), tokenizer=str(tmp_path / "run"))
+    assert open_dataset(data).tokenizer.sampling == values  # which a fine-tuned model has
     run_command("export", tmp_path / "run", tmp_path / "again")
     exported = json.loads((tmp_path / "again" / "generation_config.json").read_text())
     assert exported.items() >= values.items() and exported["do_sample"]
     (hf / "generation_config.json").write_text(json.dumps({"temperature": "hot"}))
-    with pytest.raises(UserError, match=r"generation_config.json\S* must be .*hot"):
+    with pytest.raises(UserError, match=r"generation_config.json: temperature: must be .*hot"):
         run_command("import", hf, tmp_path / "other")
 
 

@@ -60,6 +60,8 @@ class Tokenizer:
         self.prompt_suffix: str = extension.get("prompt_suffix", "")
         self.other_templates: dict[str, str] = json.loads(extension.get("other_templates", "{}"))
         self.bytes_of_id = {number: name.encode() for name, number in self.special_tokens.items()}
+        # The sampling that an imported model recommends, such as {"temperature": 0.6}.
+        self.sampling: dict[str, float] = json.loads(extension.get("sampling", "{}"))
         self.text_start = text_start_of(document)  # the ids that begin a text
         start_names = [self.bytes_of_id[number].decode() for number in self.text_start]
         self.bos_token: str = extension.get("bos_token", [*start_names, self.end_of_text_name][0])

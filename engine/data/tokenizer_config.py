@@ -4,9 +4,10 @@ import itertools
 import json
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tokenizers
+from annotated_types import Ge, Le
 from tokenizers.models import WordLevel
 
 from engine.core.errors import UserError, wrap_library_errors
@@ -15,6 +16,14 @@ from engine.core.values import convert
 from engine.data.tokenizer_json import END_OF_TEXT, Document, special_tokens_of, with_extension
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
+# Its keys of sampling.
+SAMPLING_TYPES: dict[str, Any] = {
+    "temperature": Annotated[float, Ge(0), Le(1e6)],
+    "top_k": Annotated[int, Ge(0)],  # 0: all
+    "top_p": Annotated[float, Ge(0), Le(1)],
+    "repetition_penalty": Annotated[float, Ge(0.01), Le(100)],
+}
 
 
 def with_model_files(document: Document, directory: Path) -> Document:
@@ -24,8 +33,8 @@ def with_model_files(document: Document, directory: Path) -> Document:
         config |= _read_object(directory / "special_tokens_map.json")
     tokens = {key: t.get("content") if isinstance(t, dict) else t for key, t in config.items()}
     ids: dict[str, Any] = {}
-    for name in ("config.json", "generation_config.json"):  # the second has the last word
-        values = _read_object(directory / name)
+    generation = _read_object(directory / GENERATION_CONFIG)
+    for values in (_read_object(directory / "config.json"), generation):  # the last word
         ids |= {key: value for key, value in values.items() if value is not None}
     special = special_tokens_of(document)
     end = tokens.get("eos_token") or END_OF_TEXT
@@ -34,6 +43,11 @@ def with_model_files(document: Document, directory: Path) -> Document:
     ends = ids.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
     stops = [str(number) for name, number in special.items() if name != end and number in ends]
+    sampling = {
+        key: convert(generation[key], hint, f"{GENERATION_CONFIG}: {key}")
+        for key, hint in SAMPLING_TYPES.items()
+        if generation.get(key) is not None
+    }
     templates = read_chat_templates(directory)
     values = {
         "end_of_text": tokens.get("eos_token"),
@@ -41,6 +55,7 @@ def with_model_files(document: Document, directory: Path) -> Document:
         "stop_token_ids": " ".join(stops) or None,
         "chat_template": templates.pop("default", None),
         "other_templates": json.dumps(templates) if templates else None,
+        "sampling": json.dumps(sampling) if sampling else None,
     }
     known_values = {name: value for name, value in values.items() if isinstance(value, str)}
     return with_extension(document, **known_values)

@@ -28,7 +28,7 @@ SPECIAL_TOKENS = (END_OF_TEXT, *CHAT_ROLES.values(), END_OF_TURN)  # of a BPE tr
 EXTENSION_KEY = "gpt_trainer"
 CHAT_KEYS = ("chat_template", "other_templates")  # of the extension
 # Of the extension: ids do not depend on them.
-KEYS_WITHOUT_IDS = ("name", *CHAT_KEYS, "bos_token", "stop_token_ids", "prompt_suffix")
+KEYS_WITHOUT_IDS = ("name", *CHAT_KEYS, "bos_token", "stop_token_ids", "prompt_suffix", "sampling")
 MAX_VOCAB_SIZE = 2**24
 HIDDEN_PREFIX = secrets.token_hex()  # before names of special tokens: no text can have it
 

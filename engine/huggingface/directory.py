@@ -5,20 +5,18 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import safetensors
 import torch
-from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from engine.core.cli import warn
 from engine.core.errors import UserError, describe_briefly, wrap_library_errors
-from engine.core.files import check_pointer, read_json, write_json
-from engine.core.values import from_json
+from engine.core.files import check_pointer, write_json
 from engine.data.chats.chat import chat_format, encode_text, turn_ends
 from engine.data.chats.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE
 from engine.data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
@@ -76,16 +74,6 @@ A language model with {parameters:,} parameters, trained from {data}: {tokens:,}
 {settings}
 ```
 """
-
-
-@dataclass(frozen=True)
-class SamplingDefaults:
-    """What generation_config.json says of sampling; None: nothing."""
-
-    temperature: Annotated[float, Ge(0), Le(1e6)] | None = None
-    top_k: Annotated[int, Ge(0)] | None = None  # 0: all
-    top_p: Annotated[float, Gt(0), Le(1)] | None = None
-    repetition_penalty: Annotated[float, Ge(0.01), Le(100)] | None = None
 
 
 def check_target(path: Path, force: bool) -> None:
@@ -219,15 +207,6 @@ def warn_of_tokenizer_class(path: Path, tokenizer: Tokenizer) -> None:
             warn(f"{path}: {name} gives other token ids than tokenizer.json, which is used here")
 
 
-def read_sampling(path: Path) -> dict[str, float]:
-    """Read the defaults of sampling that a model's generation_config.json has."""
-    file = path / "generation_config.json"
-    if not file.is_file():
-        return {}
-    defaults = from_json(SamplingDefaults, read_json(file), str(file), ignores_others=True)
-    return {name: value for name, value in asdict(defaults).items() if value is not None}
-
-
 def differences_from_qwen2(tokenizer: Tokenizer) -> list[str]:
     """List how a tokenizer differs from Qwen2's: transformers 5 runs any in its place as that."""
     document = tokenizer.document
@@ -263,13 +242,7 @@ def chat_template(tokenizer: Tokenizer, is_chat_model: bool) -> str | None:
     return tokenizer.chat_template
 
 
-def write_tokenizer(
-    path: Path,
-    tokenizer: Tokenizer,
-    length: int,
-    template: str | None,
-    sampling: Mapping[str, float] | None = None,
-) -> None:
+def write_tokenizer(path: Path, tokenizer: Tokenizer, length: int, template: str | None) -> None:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json."""
     unset = dict.fromkeys(("padding", "truncation"))  # which an imported file may have
     write_json(path / "tokenizer.json", {**tokenizer.document, **unset})
@@ -289,7 +262,7 @@ def write_tokenizer(
     write_json(path / "tokenizer_config.json", config)
     generation_config = {
         "do_sample": True,
-        **(sampling or {}),  # of an import only: transformers saves them with this switch only
+        **tokenizer.sampling,  # which transformers saves with this switch only
         **special_token_ids(tokenizer),
         "eos_token_id": end_token_ids(tokenizer, template) or None,
     }

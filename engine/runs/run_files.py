@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Gt
 
 from engine.core.cli import say, shell_command, warn
 from engine.core.errors import UserError
-from engine.core.files import propose_path, read_json
+from engine.core.files import propose_path
 from engine.core.settings import check_flags, read_toml
 from engine.core.values import Seconds, convert
 from engine.data.tokenizer import load_tokenizer
@@ -37,14 +37,6 @@ VALUE_TYPES: dict[str, Any] = {
     "data": list[dict[str, str]],
     "epoch_tokens": list[Annotated[float, Gt(0)]],
     "state": Literal["training", "done", "stopped"],
-}
-
-SAMPLING_FILE = "generation_config.json"  # of an import, in its folder: as in transformers
-SAMPLING_TYPES: dict[str, Any] = {
-    "temperature": Annotated[float | None, Ge(0)],
-    "top_k": Annotated[int | None, Ge(0)],
-    "top_p": Annotated[float | None, Ge(0), Le(1)],
-    "repetition_penalty": Annotated[float | None, Ge(0.01), Le(100)],
 }
 
 
@@ -128,18 +120,9 @@ def make_generator(
     """Return the model of a checkpoint with its tokenizer, to generate text."""
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     start = initial_tokens(tokenizer, checkpoint.state.documents)
-    sampling = read_sampling(checkpoint.path)
+    sampling = cast(TextOptions, tokenizer.sampling)
     is_chat_model = checkpoint.is_chat_model
     return TextGenerator(model, tokenizer, start, is_chat_model, should_quantize, sampling=sampling)
-
-
-def read_sampling(folder: Path) -> TextOptions:
-    """Return the sampling that a model recommends, in its folder; {}: none."""
-    path = folder / SAMPLING_FILE
-    values = read_json(path) if path.is_file() else {}
-    check_values(values, path, SAMPLING_TYPES)
-    known_values = {name: values.get(name) for name in SAMPLING_TYPES}
-    return cast(TextOptions, {name: x for name, x in known_values.items() if x is not None})
 
 
 def explain_missing_checkpoint(path: Path) -> str:

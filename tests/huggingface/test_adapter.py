@@ -219,8 +219,11 @@ def test_the_tokenizer_and_the_template_of_an_adapter_win(folder, exported, chan
             import_adapter(exported, folder / "tied")
         flags = re.findall(r"--tokenizer (.*)", str(error.value))
         flags.insert(0, "--tokenizer")
+    base = newest_checkpoint(folder / "tied").path
+    (base / "generation_config.json").write_text('{"top_k": 7}')
     run = import_adapter(exported, folder / "tied", *flags)
     assert "hf-untied" in capsys.readouterr().err  # the adapter names another base
     assert newest_checkpoint(run).is_chat_model
+    assert sample.load(run, "cpu").sampling == {"top_k": 7}  # of its base
     expected = hf_tokenizer.apply_chat_template([{"role": "user", "content": "one"}])["input_ids"]
     assert encode_chat(sample.load(run, "cpu").tokenizer, [("user", "one")]) == expected
