@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro import conf
@@ -175,14 +175,16 @@ def from_values(cls: type[Config], values: Any, source: str) -> Config:
     ``values`` are as in TOML or JSON: lists for tuples and text for paths. Raises UserError, which
     names the source, for anything that does not fit.
     """
-    if not isinstance(values, dict):
-        raise UserError(f"{source}: must hold settings by name (got {values!r}).")
     hints = dict(iterate_hints(cls))
     converted = {}
-    for name, value in values.items():
+    for name, value in convert(values, dict, source).items() if values else ():
         if name not in hints:
             raise UserError(f"{source}: unknown setting {name}. {propose_name(name, hints)}")
-        converted[name] = convert(value, hints[name], f"{source}: {name}")
+        hint = hints[name]
+        is_tuple = tuple in (get_origin(hint), *map(get_origin, get_args(hint)))
+        if is_tuple and isinstance(value, str | int | float):
+            value = [value]
+        converted[name] = convert(value, hint, f"{source}: {name}")
     try:
         return build(cls, converted)
     except (UserError, ValueError) as error:  # of a __post_init__

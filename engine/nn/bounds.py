@@ -4,14 +4,14 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
-from engine.core.values import convert, iterate_hints
+from engine.core.values import check_ranges
 
 Count = Annotated[int, Ge(1), Le(10**4)]
 Width = Annotated[int, Ge(1), Le(10**7)]
-Windows = Annotated[tuple[int, ...], Ge(0), Le(10**7)]
+Windows = tuple[Annotated[int, Ge(0), Le(10**7)], ...]
 Probability = Annotated[float, Ge(0), Le(0.999)]
 Base = Annotated[float, Ge(1), Le(1e15)]
-Factors = Annotated[tuple[float, ...], Gt(0), Le(1e9)]
+Factors = tuple[Annotated[float, Gt(0), Le(1e9)], ...]
 Epsilon = Annotated[float, Gt(0), Le(1)]
 Cap = Annotated[float, Ge(0), Le(1e6)]
 
@@ -21,8 +21,7 @@ def check_model_config(config: Any) -> None:
 
     Raises UserError for a value of another type, or out of bounds.
     """
-    for name, hint in iterate_hints(type(config)):
-        convert(getattr(config, name), hint, name)
+    check_ranges(config, prefix="")
     heads = config.num_heads
     if config.head_dim is None and config.d_model % heads:
         raise ValueError(f"num_heads must divide d_model {config.d_model} (got {heads})")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.core import files
 from engine.core.errors import UserError
-from engine.core.values import Count, Seconds, from_json
+from engine.core.values import Count, Seconds, convert
 from engine.nn.attention import check_attention
 from engine.nn.lora import add_lora, merge_updates
 from model import GPT, ModelConfig
@@ -273,7 +273,7 @@ def read_state(path: Path) -> RunState:
     """Return the content of a checkpoint's state.json. Raises UserError if it is corrupted."""
     file = path / "state.json"
     try:
-        return from_json(RunState, files.read_json(file), "state")
+        return convert(files.read_json(file), RunState, "state")
     except UserError as error:
         raise UserError(f"{file}: corrupted ({error}).") from None
 

@@ -85,7 +85,7 @@ class CommonConfig:
     # Seed of the initial weights, the order of the data, and dropout.
     seed: Annotated[int, Ge(0), Lt(9 * 10**18)] = 1
     # Fraction of sequences from each dataset. None: in proportion to their tokens.
-    mix: Annotated[tuple[float, ...] | None, Gt(0), Le(1e15)] = None
+    mix: tuple[Annotated[float, Gt(0), Le(1e15)], ...] | None = None
     # What to do with examples that are longer than the context.
     long_examples: Literal["leave_out", "cut"] = "leave_out"
     # Of text: let attention not cross documents. It pays for documents shorter than the context.

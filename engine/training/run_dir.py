@@ -17,7 +17,7 @@ from engine.core.cli import say
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 from engine.core.errors import UserError
 from engine.core.files import acquire_lock, atomic_write, propose_path
-from engine.core.values import from_json
+from engine.core.values import convert
 from engine.runs.checkpoint import (
     Checkpoint,
     RunState,
@@ -115,7 +115,7 @@ class RunDir:
                 checkpoint.verify(rank_names if self.is_shared else names)
                 content = [asdict(checkpoint.state), checkpoint.sha256, checkpoint.shards]
         state, *hashes = self.dist_ctx.broadcast(content)
-        return Checkpoint(path, from_json(RunState, state, "state"), *hashes)
+        return Checkpoint(path, convert(state, RunState, "state"), *hashes)
 
     def distribute(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Yield a checkpoint's tensors on every rank, also on ranks that do not see the folder."""

@@ -5,14 +5,14 @@ import itertools
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
 
 from engine.core.errors import UserError
 from engine.core.settings import flatten, from_values, load_settings, to_toml
-from engine.core.values import Count, Seconds, from_json, iterate_hints
+from engine.core.values import Count, Seconds, convert, iterate_hints
 from engine.serving.openai_format import ChatSettings, CompletionSettings
 from engine.training.config import TrainConfig
 from engine.training.optimizer import OptimizerConfig
@@ -41,7 +41,7 @@ class Outer:
     paths: tuple[Path, ...] = (Path("here"),)
     flag: bool = False  # Whether.
     count: Annotated[int | None, Ge(1), Lt(1000)] = None  # How many; None: all.
-    sizes: Annotated[tuple[float, ...] | None, Gt(0)] = None
+    sizes: tuple[Annotated[float, Gt(0)], ...] | None = None
     inner: Inner = field(default_factory=Inner)
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ UNFIT_VALUES: dict[str, list[Any]] = {
     "rate": [True, "0.5", float("nan"), 0],
     "flag": [1, "true"],
     "kind": ["c", ["a"]],
-    "path": [3, None, "a\0b"],
+    "path": [3, None],
     "paths": [[3]],
     "windows": [[1, "2"]],
     "sizes": [[1, -2]],
@@ -157,10 +157,7 @@ def test_every_number_has_bounds():
     classes += [ExportConfig, ImportConfig, CompletionSettings, ChatSettings]
     for name, hint in itertools.chain.from_iterable(map(iterate_hints, classes)):
         is_number = re.search(r"\b(int|float)\b", str(hint))
-        if type(None) in get_args(hint):  # Annotated[…] | None
-            hint = get_args(hint)[0]
-        bounds = {type(bound) for bound in getattr(hint, "__metadata__", ())}
-        has_bounds = bounds & {Ge, Gt} and (bounds & {Le, Lt} or "float" not in str(hint))
+        has_bounds = re.search("G[et]", str(hint)) and re.search("L[et]|int", str(hint))
         assert has_bounds or not is_number or name == "prompt", name
 
 
@@ -181,20 +178,19 @@ class Manifest:
 def test_a_record_is_read_from_json_or_refused_by_the_name_of_its_field():
     right = {"shards": [{"tokens": 1}], "notes": {"a": 2}, "shape": {"width": 4, "windows": [1]}}
     expected = Manifest([Shard(1)], {"a": 2}, Inner(4, windows=(1,)))
-    assert from_json(Manifest, right, "m") == expected
-    assert from_json(Manifest, {**right, "z": 1}, "m", ignores_others=True) == expected
+    assert convert(right, Manifest, "m") == expected
     for change, name in [
         ({"shards": [{"tokens": True}]}, r"m\.shards\.tokens"),
         ({"shards": [{"tokens": 2**64}]}, r"m\.shards\.tokens"),
         ({"shards": {"tokens": 1}}, r"m\.shards"),
-        ({"shards": [{}]}, r"m\.shards: must have tokens"),
+        ({"shards": [{}]}, r"m\.shards\.tokens: is missing"),
         ({"notes": {"a": -1}}, r"m\.notes\.a"),
         ({"loss": 1e400}, r"m\.loss"),
         ({"shape": {"width": 13}}, r"m\.shape: width 13"),
-        ({"z": 1}, "m: unknown field z"),
+        ({"z": 1}, r"m\.z: is unknown"),
     ]:
         with pytest.raises(UserError, match=f"^{name}"):
-            from_json(Manifest, {**right, **change}, "m")
+            convert({**right, **change}, Manifest, "m")
 
 
 def test_escapes_mean_the_same_in_each_flag():
