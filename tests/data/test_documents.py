@@ -19,7 +19,7 @@ from engine.core.errors import UserError
 from engine.data.documents import corpus as documents
 from engine.data.documents.corpus import Corpus, Piece, digest_of, find_repeats
 from engine.data.documents.document import Document, read_documents
-from engine.data.records import plain
+from engine.data.records import reader as records
 from engine.data.sources.source import Source
 from engine.data.tokenizer_training import sample_texts
 
@@ -27,8 +27,8 @@ from engine.data.tokenizer_training import sample_texts
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make large documents, pieces and units so small that a test has many."""
-    monkeypatch.setattr(plain, "LARGE_TEXT_BYTES", 2**11)
-    monkeypatch.setattr(plain, "PIECE_BYTES", 2**10)
+    monkeypatch.setattr(records, "LARGE_TEXT_BYTES", 2**11)
+    monkeypatch.setattr(records, "PIECE_BYTES", 2**10)
     monkeypatch.setattr(documents, "MIN_UNIT_BYTES", 2**10)
 
 

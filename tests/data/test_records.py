@@ -22,7 +22,8 @@ from helpers import ROOT, SMALL, make_dataset, random_model, texts_of, write_lin
 from engine.core.errors import UserError
 from engine.data.dataset import open_dataset
 from engine.data.documents.document import Document, read_documents
-from engine.data.records import plain, tables
+from engine.data.records import reader as records
+from engine.data.records import tables
 from engine.data.records.reader import read_records
 from engine.data.records.tables import count_parts
 from engine.data.records.text import Reader, unify_line_ends
@@ -44,8 +45,8 @@ from sample import SampleConfig, read_prompt
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make large texts, pieces, batches and blocks so small that a test has many."""
-    monkeypatch.setattr(plain, "LARGE_TEXT_BYTES", 2**11)
-    monkeypatch.setattr(plain, "PIECE_BYTES", 2**10)
+    monkeypatch.setattr(records, "LARGE_TEXT_BYTES", 2**11)
+    monkeypatch.setattr(records, "PIECE_BYTES", 2**10)
     monkeypatch.setattr(tables, "BATCH_ROWS", 2)
     monkeypatch.setattr(sources, "BLOCK_BYTES", 100)
 
@@ -297,7 +298,7 @@ def test_text_cut_anywhere_encodes_to_the_ids_of_the_whole(tokenizer, code: str,
     words = chance.choices([*code.split(), *["漢字かな", "字", "一かゖ"] * 500], k=1500)
     gaps = [chance.choice(SPACES if chance.random() < 0.5 else MARKS) for _ in words]
     text = "".join(word + gap for word, gap in zip(words, gaps, strict=True))
-    cuts = [match.start() for match in plain.CUT_PATTERN.finditer(text)]
+    cuts = [match.start() for match in records.CUT_PATTERN.finditer(text)]
     parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert len(parts) > 200
     ids = [token for part in parts for token in tokenizer.encode(part)]
@@ -307,15 +308,17 @@ def test_text_cut_anywhere_encodes_to_the_ids_of_the_whole(tokenizer, code: str,
 def test_pieces_end_at_the_first_cut_or_character_after_their_size(small):
     for name, text in PLAIN.items():
         data = text.encode()
-        pieces = [*plain.split_text(io.BytesIO(data), len(data))]
+        pieces = [*records.split_text(io.BytesIO(data), len(data))]
         assert b"".join(piece for _, piece in pieces) == data
         for offset, piece in pieces[:-1]:
-            assert plain.PIECE_BYTES <= len(piece) < 2 * plain.PIECE_BYTES, name
+            assert records.PIECE_BYTES <= len(piece) < 2 * records.PIECE_BYTES, name
             end = len(data[: offset + len(piece)].decode())
-            later = text[len(data[: offset + plain.PIECE_BYTES].decode(errors="ignore")) + 1 : end]
-            assert plain.CUT_PATTERN.match(text, end) or len(later) < plain.CUT_MARGIN, name
+            later = text[
+                len(data[: offset + records.PIECE_BYTES].decode(errors="ignore")) + 1 : end
+            ]
+            assert records.CUT_PATTERN.match(text, end) or len(later) < records.CUT_MARGIN, name
     with pytest.raises(UserError, match=r"^a\.txt: "):
-        list(plain.split_text(io.BytesIO(b"x" * 4000), 5000, "a.txt"))
+        list(records.split_text(io.BytesIO(b"x" * 4000), 5000, "a.txt"))
 
 
 @pytest.mark.parametrize("before", [0, 1023, 1024, 3072])

@@ -130,8 +130,8 @@ def test_documents_are_encoded_whole_if_pieces_have_other_ids(
 ):
     """A tokenizer like SentencePiece gives the pieces of a text other ids than the whole text."""
     sentencepiece = train_sentencepiece([code])
-    monkeypatch.setattr("engine.data.records.plain.LARGE_TEXT_BYTES", 8000)
-    monkeypatch.setattr("engine.data.records.plain.PIECE_BYTES", 2000)
+    monkeypatch.setattr("engine.data.records.reader.LARGE_TEXT_BYTES", 8000)
+    monkeypatch.setattr("engine.data.records.reader.PIECE_BYTES", 2000)
     sentencepiece.save(tmp_path / "tokenizer.json")
     tokenizer = str(tmp_path / "tokenizer.json")
     path = corpora / "lines.jsonl"

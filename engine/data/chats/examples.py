@@ -16,16 +16,13 @@ from engine.data.chats.chat_template import (
     map_texts,
     parse_value,
 )
-from engine.data.documents.fields import (
-    ANSWER_FIELDS,
-    CHAT_FIELDS,
-    LABEL_FIELD,
-    PAIR_FIELDS,
-    describe_field,
-    find_field,
-)
+from engine.data.documents.document import describe_field, find_field
 from engine.data.records.text import ExampleParser, to_text
 
+CHAT_FIELDS = ("messages", "conversations")
+LABEL_FIELD = "label"  # of KTO's data: whether an answer is one to learn
+PAIR_FIELDS = ("prompt", "completion")  # texts, or lists of messages
+ANSWER_FIELDS = ("completion", "chosen")  # lists of messages that may follow those of a prompt
 PROMPT_SEPARATOR = "\n\n"  # between the texts of several prompt fields
 TOOLS_FIELD = "tools"  # the list that apply_chat_template of transformers takes
 SYSTEM_FIELDS = ("system", "system_prompt", "systemInstruction")  # texts beside the messages

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.core.errors import UserError
 from engine.data.documents.document import Document, read_documents
-from engine.data.records.plain import is_one_document
+from engine.data.records.reader import is_one_document
 from engine.data.records.tables import count_parts
 from engine.data.records.text import DEFAULT_ENCODING, DEFAULT_READER, Reader
 from engine.data.sources.notes import Notes

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from engine.core.errors import UserError, wrap_library_errors
 from engine.data.chats.chat_template import map_texts
-from engine.data.documents.fields import describe_field, find_field
-from engine.data.records import plain
+from engine.data.records import reader as records
 from engine.data.records.reader import read_records
 from engine.data.records.text import DEFAULT_READER, Reader, to_text
 from engine.data.sources.notes import Notes
@@ -83,12 +82,12 @@ def _make_text(
         raise UserError(f"field {describe_field(record, reader.field, FIELD_FLAGS)}")
     if not text or text.isspace():
         notes.add("documents without text")
-    is_small = len(text) * MAX_UTF8_BYTES <= plain.LARGE_TEXT_BYTES
+    is_small = len(text) * MAX_UTF8_BYTES <= records.LARGE_TEXT_BYTES
     data = b"" if is_small else text.encode()
-    if len(data) <= plain.LARGE_TEXT_BYTES:
+    if len(data) <= records.LARGE_TEXT_BYTES:
         yield Document(text, source=title)
         return
-    for offset, piece in plain.split_text(io.BytesIO(data), len(data)):
+    for offset, piece in records.split_text(io.BytesIO(data), len(data)):
         yield Document(piece.decode(), offset, len(data), len(piece), source=title)
 
 
@@ -108,3 +107,28 @@ def _make_example(
     before = turns[: next(answers, 0)] or turns
     prompt = json.dumps(map_texts(before, lambda text: "".join(text.split())))
     yield Document(content, prompt=prompt, source=title)
+
+
+def find_field(record: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
+    """Return the object that has a field, whose name may be dotted, and its name there."""
+    head, _, rest = name.partition(".")
+    if name not in record and rest and isinstance(record.get(head), dict):
+        return find_field(record[head], rest)
+    return record, name
+
+
+def list_names(record: dict[str, Any]) -> list[str]:
+    """Return the names of the fields of a record, and the dotted ones of objects in it."""
+    names = []
+    for name, value in record.items():
+        inner = list_names(value) if isinstance(value, dict) else []
+        names += [f"{name}.{key}" for key in inner] or [name]
+    return names
+
+
+def describe_field(record: dict[str, Any], field: str, flag: str, kind: str = "text") -> str:
+    """Return why a field's value is not of a kind, and which fields there are."""
+    owner, key = find_field(record, field)
+    problem = f"must be {kind} (got {repr(owner[key])[:30]})" if key in owner else "is missing"
+    skip = ", or leave such rows out with --skip-bad-rows" if key in owner else ""
+    return f"{field!r} {problem}. Choose one with {flag} from the fields {list_names(record)}{skip}"

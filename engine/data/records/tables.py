@@ -24,7 +24,6 @@ from engine.data.sources.source import Source, wrap_errors
 # After a mistake in an array or in quotes, it is unknown where the next record begins.
 BROKEN_ADVICE = "Repair it, or get it again: --skip-bad-rows needs one record a line."
 JSON_START_PATTERN = re.compile(rb"(\xef\xbb\xbf)?\s*(\[|\{\s*[\r\n])")  # of no JSON lines
-JSON_GAP_PATTERN = re.compile(r"[\s,\ufeff]*")
 TURN_KEYS = {"role", "from", "content", "value"}  # of an object in a list of messages
 MAX_CSV_VALUE_CHARACTERS = 2**27
 BUFFER_BYTES = 2**20  # of a Parquet file, read at a time
@@ -50,25 +49,14 @@ def _check_lines(lines: Iterator[str | UserError], name: str) -> Iterator[str]:
         yield line
 
 
-def make_object(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of JSON with these names and values. Raises ValueError for equal names."""
-    values = dict(items)
-    if len(values) < len(items):
-        raise ValueError(f"two fields of one name in {[name for name, _ in items]}")
-    return values
-
-
-JSON_DECODER = json.JSONDecoder(object_pairs_hook=make_object)
-
-
 def read_json(source: Source, reader: Reader, notes: Notes) -> Iterator[Record]:
-    """Yield the objects of JSON lines, of an array, or of a sequence over several lines."""
+    """Yield the objects of JSON lines, of an array, or of one object over several lines."""
     list_field = reader.examples.list_field if reader.examples else ""
     with open_text(source, reader, notes) as file:
         lines = _read_lines(file, reader, notes)
         values: Iterator[tuple[str, Any]] = _parse_lines(lines)
         if JSON_START_PATTERN.match(file.peek()):
-            values = _parse_values("".join(_check_lines(lines, source.name)), source, list_field)
+            values = _parse_file("".join(_check_lines(lines, source.name)), source, list_field)
         for location, parsed in values:
             value = {list_field: parsed} if list_field and isinstance(parsed, list) else parsed
             yield Record(f"{source.name}, {location}", clean_record(value, reader, notes))
@@ -82,29 +70,27 @@ def _parse_lines(lines: Iterator[str | UserError]) -> Iterator[tuple[str, Any]]:
             if not line.strip():
                 continue
             try:
-                value = JSON_DECODER.decode(line)
+                value = json.loads(line)
             except (ValueError, RecursionError) as error:
                 reason = str(error).replace("line 1 column", "column")
                 value = UserError(f"is not JSON ({reason}).")
         yield f"line {number}", value
 
 
-def _parse_values(text: str, source: Source, list_field: str) -> Iterator[tuple[str, Any]]:
-    """Yield the location and each record of JSON values, which may be arrays of records.
+def _parse_file(text: str, source: Source, list_field: str) -> Iterator[tuple[str, Any]]:
+    """Yield the location and each record of a JSON object, or of an array of records.
 
     A list of messages is a record. Raises UserError for invalid JSON.
     """
-    position = 0
-    numbers = itertools.count(1)
-    while (position := JSON_GAP_PATTERN.match(text, position).end()) < len(text):  # type: ignore
-        try:
-            value, position = JSON_DECODER.raw_decode(text, position)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{source.name}: is not JSON ({error}). {BROKEN_ADVICE}") from None
-        first = value[0] if value and isinstance(value, list) else None
-        is_chat = list_field and isinstance(first, dict) and not TURN_KEYS.isdisjoint(first)
-        for record in value if isinstance(value, list) and not is_chat else [value]:
-            yield f"record {next(numbers)}", record
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{source.name}: is not JSON ({error}). {BROKEN_ADVICE}") from None
+    first = value[0] if value and isinstance(value, list) else None
+    is_chat = list_field and isinstance(first, dict) and not TURN_KEYS.isdisjoint(first)
+    records = value if isinstance(value, list) and not is_chat else [value]
+    for number, record in enumerate(records, 1):
+        yield f"record {number}", record
 
 
 def read_csv(source: Source, reader: Reader, notes: Notes) -> Iterator[Record]:
@@ -117,8 +103,6 @@ def read_csv(source: Source, reader: Reader, notes: Notes) -> Iterator[Record]:
         header = b"".join(file.peek().lstrip(b"\r\n").splitlines()[:1])
         separators = b"\t,;|" if source.kind == ".tsv" else b",;\t|"
         separator = chr(max(separators, key=header.count))
-        if separator != ",":
-            notes.add(f"files with columns separated by {separator!r}")
         lines = _check_lines(_read_lines(file, reader, notes), source.name)
         table = csv.reader(lines, delimiter=separator, strict=True)
         names: list[str] = []
@@ -132,7 +116,7 @@ def read_csv(source: Source, reader: Reader, notes: Notes) -> Iterator[Record]:
                     notes.add("headers between the rows of a table, left out")
                 elif separator == "\t" and any("\t" in each and "\n" in each for each in row):
                     raise csv.Error("a value with tabs and line ends")  # a quote may be text
-                elif len(row) < len(names) or any(row[len(names) :]):  # separators may end it
+                elif len(row) < len(names) or any(row[len(names) :]):
                     problem = UserError(f"must have {len(names)} values (got {len(row)}).")
                     yield Record(location, problem)
                 else:
@@ -148,9 +132,14 @@ def _read_header(row: list[str], location: str) -> list[str]:
     """Return the names of columns. Raises UserError for a name that occurs twice."""
     while row[1:] and not row[-1]:  # separators at the end
         row = row[:-1]
-    if len({*row}) < len(row):
-        raise UserError(f"{location}: has two columns of one name (got {row}). Rename one.")
+    _check_unique(row, location)
     return row
+
+
+def _check_unique(names: list[str], location: str) -> None:
+    """Raise UserError if two columns of a table have one name."""
+    if len({*names}) < len(names):
+        raise UserError(f"{location}: has two columns of one name in {names}. Rename one.")
 
 
 def count_parts(source: Source, part_bytes: int) -> int:
@@ -168,25 +157,30 @@ def read_table(
     source: Source, reader: Reader, notes: Notes, index: int, count: int
 ) -> Iterator[Record]:
     """Yield the rows of part ``index`` of ``count`` of a Parquet file or a dataset."""
-    list_batches = _list_batches if source.kind == ".parquet" else _list_row_batches
+    is_parquet = source.kind == ".parquet"
     name = source.name
     with wrap_errors(name):
         table = _open_table(source)
-        names = table.schema_arrow.names if source.kind == ".parquet" else [*(table.features or ())]
+        names = table.schema_arrow.names if is_parquet else [*(table.features or ())]
         columns = _select_columns(source, reader, names)
         unread = dict.fromkeys(names, UNREAD_VALUE)  # notes and messages name them
-        if count > 1 and source.kind == "rows" and sources.is_streamed(table):
+        if count > 1 and not is_parquet and sources.is_streamed(table):
             name += f", file {index + 1}"
-        row, batches = list_batches(table, columns, index, count)
-        for batch in batches:
-            has_json = "arrow.json" in str(batch.schema.types)
-            for values in batch.to_pylist():
-                row += 1
-                values = _decode_json(values, batch.schema) if has_json else values
-                value = clean_record(values, reader, notes)
-                value = unread | value if isinstance(value, dict) else value
-                yield Record(f"{name}, row {row}", value)
-    source.check_unchanged()
+        list_batches = _list_batches if is_parquet else _list_row_batches
+        first, batches = list_batches(table, columns, index, count)
+        rows = itertools.chain.from_iterable(map(_to_rows, batches))
+        for number, row in enumerate(rows, first + 1):
+            value = clean_record(row, reader, notes)
+            value = unread | value if isinstance(value, dict) else value
+            yield Record(f"{name}, row {number}", value)
+        source.check_unchanged()
+
+
+def _to_rows(batch: Any) -> list[dict[str, Any]]:
+    """Return the rows of an Arrow table, with values of JSON decoded."""
+    rows = batch.to_pylist()
+    has_json = "arrow.json" in str(batch.schema.types)
+    return [_decode_json(row, batch.schema) for row in rows] if has_json else rows
 
 
 def _open_table(source: Source) -> Any:
@@ -229,9 +223,7 @@ def _select_columns(source: Source, reader: Reader, names: list[str]) -> list[st
     fields = reader.examples.fields if reader.examples else (reader.field,)
     needed = {*fields, *(field.partition(".")[0] for field in fields)}
     columns = [name for name in names if name in needed or fields == ("",)]
-    for name in columns:
-        if columns.count(name) > 1:
-            raise UserError(f"{source.name}: has two columns {name!r}. Rename or remove one.")
+    _check_unique(columns, source.name)
     return columns
 
 

@@ -8,11 +8,11 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from engine.core.errors import UserError
 from engine.data.sources.notes import Notes
-from engine.data.sources.source import BLOCK_BYTES, Source, open_source
+from engine.data.sources.source import Source, open_source
 
 DEFAULT_ENCODING = "utf-8"
 CONTROL_BYTES = bytes({*range(0x20)} - {*b"\b\t\n\f\r\x1b"})  # rare in text
@@ -21,11 +21,12 @@ REPLACED_NOTE = "characters replaced by U+FFFD"
 LINE_ENDS_NOTE = "lines ended by CR LF or CR, which are LF now"
 # Byte order mark → encoding. One of UTF-32 starts with one of UTF-16.
 BYTE_ORDER_MARKS = {
-    b"\xef\xbb\xbf": DEFAULT_ENCODING,
-    b"\xff\xfe\0\0": "utf-32",
-    b"\0\0\xfe\xff": "utf-32",
+    codecs.BOM_UTF8: DEFAULT_ENCODING,
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
 }
-BYTE_ORDER_MARKS |= {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 
 
 class Record(NamedTuple):
@@ -65,9 +66,10 @@ DEFAULT_READER = Reader()
 
 def find_mark(head: bytes) -> str | None:
     """Return the encoding that a byte order mark at the start of a text says; None if none does."""
-    return next(
-        (encoding for mark, encoding in BYTE_ORDER_MARKS.items() if head.startswith(mark)), None
-    )
+    for mark, encoding in BYTE_ORDER_MARKS.items():
+        if head.startswith(mark):
+            return encoding
+    return None
 
 
 def unify_line_ends(text: str) -> str:
@@ -128,7 +130,10 @@ def _clean_value(value: Any, reader: Reader, notes: Notes) -> Any:
 
 @contextlib.contextmanager
 def open_text(source: Source, reader: Reader, notes: Notes) -> Iterator[io.BufferedReader]:
-    """Open a file to read its text as UTF-8, which may start with a byte order mark."""
+    """Open a file to read its text as UTF-8, which may start with a byte order mark.
+
+    A file in another encoding is read and converted at once.
+    """
     with open_source(source) as file:
         head = file.peek()
         if head.startswith(b"%PDF-"):  # it may be ASCII
@@ -138,33 +143,18 @@ def open_text(source: Source, reader: Reader, notes: Notes) -> Iterator[io.Buffe
             encoding = detect_encoding(head)
         if encoding != reader.encoding:
             notes.add(f"files read as {encoding}")
-        if encoding != DEFAULT_ENCODING:
-            file = io.BufferedReader(Transcoder(file, encoding, reader.errors, notes), BLOCK_BYTES)
-        try:
+        if encoding == DEFAULT_ENCODING:
             yield file
+            return
+        try:
+            text = file.read().decode(encoding, reader.errors)
         except UnicodeError as error:
             reason = f"is not {encoding} ({getattr(error, 'reason', error)})"
             advice = "Give another --encoding, or use --errors replace"
             raise UserError(f"{source.name}: {reason}. {advice}.") from None
-
-
-class Transcoder(io.RawIOBase):
-    """A stream of UTF-8 from a file in another encoding, for buffers of at least 4 bytes."""
-
-    def __init__(self, file: BinaryIO, encoding: str, errors: str, notes: Notes):
-        self.text = io.TextIOWrapper(file, encoding, errors, newline="")
-        self.notes = notes if errors == "replace" else Notes()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Read into a buffer, and return the number of bytes."""
-        text = self.text.read(len(buffer) // 4)
-        self.notes.add(REPLACED_NOTE, text.count("\ufffd"))
-        data = text.encode("utf-8", "surrogatepass")
-        buffer[: len(data)] = data
-        return len(data)
+    if reader.errors == "replace":
+        notes.add(REPLACED_NOTE, text.count("\ufffd"))
+    yield io.BufferedReader(io.BytesIO(text.encode(errors="surrogatepass")))
 
 
 def decode_utf8(data: bytes, reader: Reader, notes: Notes, is_head: bool, offset: int = 0) -> str:
@@ -191,17 +181,17 @@ def decode_utf8(data: bytes, reader: Reader, notes: Notes, is_head: bool, offset
     return text
 
 
-def detect_encoding(sample: bytes) -> str:
+def detect_encoding(head: bytes) -> str:
     """Return the encoding of a file by its beginning: UTF-8, or else the answer of a library."""
     from charset_normalizer import from_bytes
 
     with contextlib.suppress(UnicodeDecodeError):
-        codecs.getincrementaldecoder(DEFAULT_ENCODING)().decode(sample)
-        if 0 not in sample:
+        codecs.getincrementaldecoder(DEFAULT_ENCODING)().decode(head)
+        if 0 not in head:
             return DEFAULT_ENCODING
-    if 0 not in sample:  # it may end inside a character
-        sample = sample[: sample.rfind(b"\n") + 1] or sample
-    match = from_bytes(sample).best()
+    if 0 not in head:  # it may end inside a character
+        head = head[: head.rfind(b"\n") + 1] or head
+    match = from_bytes(head).best()
     return match.encoding.replace("_", "-") if match else DEFAULT_ENCODING
 
 

@@ -42,12 +42,12 @@ def download_shakespeare(spool: Path) -> list[Source]:
 def find_modules(spool: Path) -> list[Source]:
     """List the modules of the library, named by their paths in it."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = {path.relative_to(root): path for path in sorted(root.rglob("*.py"))}
-    return [
-        Source(path, str(name), str(name))
-        for name, path in paths.items()
-        if not path.is_symlink() and not any(map(EXCLUDED_PATTERN.fullmatch, name.parts[:-1]))
-    ]
+    paths: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not EXCLUDED_PATTERN.fullmatch(name)]
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    names = {path: str(path.relative_to(root)) for path in sorted(paths) if not path.is_symlink()}
+    return [Source(path, name, name) for path, name in names.items()]
 
 
 def write_documentation(spool: Path) -> list[Source]:

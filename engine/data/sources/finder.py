@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path, PurePath
 
 from engine.core.errors import UserError, did_you_mean
@@ -75,6 +76,8 @@ def find_file(path: Path) -> Path:
 
 def _matches(path: PurePath, globs: Sequence[str]) -> bool:
     """Return whether a path matches a glob, if there are any, and none that excludes it."""
+    if not globs:
+        return True
     wanted = [glob.removeprefix("**/") for glob in globs if not glob.startswith("!")]
     unwanted = [glob[1:].removeprefix("**/") for glob in globs if glob.startswith("!")]
     return any(map(path.match, wanted or ["*"])) and not any(map(path.match, unwanted))
@@ -92,45 +95,44 @@ def _copy_stdin(spool: Path) -> Path:
 
 
 def _find_in_folder(folder: Path, globs: Sequence[str], notes: Notes) -> list[Source]:
-    """List the files of a folder; broken links and what may not be read are left out and noted."""
+    """List the files of a folder; broken links and what is no file are left out and noted."""
     if any((folder / name).is_file() for name in SAVED_DATASET_FILES):
         raise UserError(f"{folder}: is a saved Hugging Face dataset. Give it as hf:{folder}.")
-    paths = [*_list_files(folder, globs)]
-    sources = []
-    for path in paths:
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and os.access(path, os.R_OK):
-            sources.append(Source(path.absolute(), str(path), name, str(folder)))
-        else:
-            notes.add(LEFT_OUT_NOTE, 1, name)
-    if paths and not sources:
-        find_file(paths[0])
-    return sources
+    names = [*_list_names(folder, "", globs, set())]
+    files = [name for name in names if (folder / name).is_file()]
+    notes.add(LEFT_OUT_NOTE, len(names) - len(files), *sorted({*names} - {*files}))
+    if names and not files:
+        find_file(folder / names[0])
+    absolute = folder.absolute()
+    return [Source(absolute / name, str(folder / name), name, str(folder)) for name in files]
 
 
-def _list_files(folder: Path, globs: Sequence[str]) -> Iterator[Path]:
-    """Yield what is in a folder at any depth, matches, and is no readable folder, in order.
+def _list_names(
+    folder: Path, parent: str, globs: Sequence[str], visited: set[str]
+) -> Iterator[str]:
+    """Yield the paths in a folder of what matches and is no readable folder, in order.
 
     Hidden names are left out. Folders and files with several links to them are visited once.
     """
-    visited: set[str] = set()
-    stack = [(folder, os.path.realpath(folder))]
-    while stack:
-        path, real_path = stack.pop()
-        if path.is_symlink():
-            real_path = os.path.realpath(path)
-        if real_path in visited:
+    try:
+        entries = sorted(os.scandir(folder / parent), key=attrgetter("name"))
+    except OSError:
+        yield parent
+        return
+    real_folder = os.path.realpath(folder / parent)
+    visited.add(real_folder)
+    for entry in entries:
+        name = os.path.join(parent, entry.name)
+        is_link = entry.is_symlink()
+        is_folder = os.path.isdir(entry.path) if is_link else entry.is_dir()
+        real_path = os.path.realpath(entry.path) if is_link else f"{real_folder}/{entry.name}"
+        if entry.name.startswith(".") or real_path in visited:
             continue
-        names = []
-        try:
-            names = sorted(os.listdir(path), reverse=True)
-        except OSError:
-            if not _matches(path, globs):
-                continue
-            yield path
-        visited.add(real_path)
-        visible = [name for name in names if not name.startswith(".")]
-        stack += [(path / name, f"{real_path}/{name}") for name in visible]
+        if is_folder:
+            yield from _list_names(folder, name, globs, visited)
+        elif _matches(folder / name, globs):
+            visited.add(real_path)
+            yield name
 
 
 def _find_remote(address: str, globs: Sequence[str]) -> list[Source]:

@@ -83,35 +83,28 @@ class Source:
 
     def check_unchanged(self) -> None:
         """Raise UserError if a local file has changed since its size was read."""
-        if not isinstance(self.path, Path) or self.hub_split:
-            return
-        with wrap_errors(self.name):
-            if _stat(self.path) != self.info:
-                raise UserError(f"{self.name}: changed after it was listed. Prepare it again.")
+        is_file = isinstance(self.path, Path) and not self.hub_split
+        if is_file and _stat(self.path) != self.info:
+            raise UserError(f"{self.name}: changed after it was listed. Prepare it again.")
 
     @functools.cached_property
     def suffixes(self) -> tuple[str, str]:
         """The last suffix of the file's name, and that of its compression; "" for none."""
-        name = re.sub("[?#].*", "", self.path) if isinstance(self.path, str) else self.path
-        first, last = ("", "", *PurePath(str(name).lower()).suffixes)[-2:]
-        return (first, last) if last in MODULE_BY_SUFFIX else (last, "")
-
-    @property
-    def suffix(self) -> str:
-        """Last suffix of the file's name, in lower case, before that of its compression."""
-        return self.suffixes[0]
+        path = re.sub("[?#].*", "", self.path) if isinstance(self.path, str) else str(self.path)
+        stem, suffix = os.path.splitext(path.lower())
+        return (os.path.splitext(stem)[1], suffix) if suffix in MODULE_BY_SUFFIX else (suffix, "")
 
     @property
     def compression(self) -> str:
         """Suffix of a compressed file, such as ".gz"; "" for other files."""
         return self.suffixes[1]
 
-    @functools.cached_property
+    @property
     def kind(self) -> str:
         """The kind of records: "rows", one of RECORD_SUFFIXES, or "text"."""
         if self.hub_split:
             return "rows"
-        return self.suffix if self.suffix in RECORD_SUFFIXES else "text"
+        return self.suffixes[0] if self.suffixes[0] in RECORD_SUFFIXES else "text"
 
 
 def _stat(path: Path | str) -> tuple[int, str]:
@@ -151,21 +144,21 @@ def file_system(address: str) -> tuple[Any, str]:
 @contextlib.contextmanager
 def open_source(source: Source) -> Iterator[io.BufferedReader]:
     """Open a file to read its decompressed bytes. Errors in the block become UserErrors."""
-    source.check_unchanged()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(wrap_errors(source.name))
+    with wrap_errors(source.name):
+        source.check_unchanged()
         if isinstance(source.path, Path):
             raw = open(source.path, "rb", buffering=0)  # noqa: SIM115
         else:
             fs, path = file_system(source.path)
             # Streamed, because a web server may ignore a request for a range of bytes.
             raw = fs.open(path, **{"block_size": 0} if "http" in fs.protocol else {})
-        file: Any = io.BufferedReader(stack.enter_context(raw), BLOCK_BYTES)
-        check_pointer(file.peek(), source.name)
-        if source.compression:
-            module = import_optional(MODULE_BY_SUFFIX[source.compression], source.name)
-            file = io.BufferedReader(stack.enter_context(module.open(file)), BLOCK_BYTES)
-        yield file
+        file: Any = io.BufferedReader(raw, BLOCK_BYTES)
+        with file:
+            check_pointer(file.peek(), source.name)
+            if source.compression:
+                module = import_optional(MODULE_BY_SUFFIX[source.compression], source.name)
+                file = io.BufferedReader(module.open(file), BLOCK_BYTES)
+            yield file
         source.check_unchanged()
 
 
