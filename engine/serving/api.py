@@ -54,7 +54,8 @@ MAX_WAITING_TEXTS = 1024
 MAX_TEXT_BYTES = 2**20  # of a body, besides the ids of prompts
 MAX_ID_BYTES = 8  # of an id in JSON
 SWITCH_SECONDS = 5e-4  # that the thread of the connections waits while the other decodes
-PAGE_HEADERS = {"Cache-Control": "no-store", "X-Frame-Options": "DENY"}
+NOT_STORED = {"Cache-Control": "no-store"}
+PAGE_HEADERS = NOT_STORED | {"X-Frame-Options": "DENY"}
 
 # (index of a choice, its next token, or an error); None: its text has ended.
 Arrivals = asyncio.Queue[tuple[int, Token | Exception | None]]
@@ -155,9 +156,7 @@ class Api:
         try:
             turns = parse_messages(settings.messages, own_template(self.tokenizer))
             # An answer at the end is a prefill, as for DeepSeek's and Mistral's "prefix": true.
-            continues = settings.continue_final_message
-            if continues is None:
-                continues = turns[-1][0] == "assistant"
+            continues = turns[-1][0] == "assistant"
             return [encode_chat(self.tokenizer, turns, settings.chat_template_kwargs, continues)]
         except (UserError, UnicodeEncodeError) as error:  # the latter for a lone surrogate
             raise ApiError(f"messages: {error}", param="messages") from None
@@ -178,13 +177,14 @@ class Api:
             raise ApiError("too many requests. Try again.", 429, code="queue_full") from None
         form = AnswerFormat(self.name, self.tokenizer, settings)
         media_type = "text/event-stream" if settings.stream else "application/json"
-        return ChunkedResponse(write_answer(form, requests, arrivals), media_type)
+        chunks = write_answer(form, requests, arrivals)
+        return ChunkedResponse(chunks, headers=NOT_STORED, media_type=media_type)
 
     def make_requests(
         self, settings: AnySettings, prompts: list[list[int]], arrivals: Arrivals
     ) -> list[ClientRequest]:
         """Return a request for each choice of each prompt. Raises ApiError if one is too long."""
-        limit = self.context_length if settings.limit == -1 else settings.limit
+        limit = self.context_length if settings.max_tokens == -1 else settings.max_tokens
         seed = secrets.randbits(32) if settings.seed == -1 else settings.seed
         loop = asyncio.get_running_loop()
 

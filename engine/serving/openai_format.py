@@ -28,14 +28,15 @@ MAX_STOP_TEXTS = 16
 MAX_STOP_CHARACTERS = 200  # of a text
 MAX_MESSAGE_CHARACTERS = 200
 SAMPLING_ARGUMENTS = "temperature top_p min_p repetition_penalty frequency_penalty presence_penalty"
-# Arguments that do not change the text; a warning names those whose users expect that they do.
-SILENT_ARGUMENTS = {"user", "metadata", "store", "service_tier", "safety_identifier"}
-SILENT_ARGUMENTS |= {"prompt_cache_key", "parallel_tool_calls"}
-WARNED_ARGUMENTS = {"reasoning_effort", "verbosity", "prediction"}
+# Arguments that no answer depends on, which one warning says.
+IGNORED_ARGUMENTS = {"user", "metadata", "store", "service_tier", "safety_identifier"}
+IGNORED_ARGUMENTS |= {"prompt_cache_key", "parallel_tool_calls"}
+IGNORED_ARGUMENTS |= {"reasoning_effort", "verbosity", "prediction", "add_generation_prompt"}
 # Unsupported arguments, and the value that changes nothing, as does an empty one unless it is true.
 NEUTRAL_VALUES: dict[str, Any] = {
     "best_of": 1,
     "skip_special_tokens": True,
+    "continue_final_message": True,  # an answer at the end is always continued
     "response_format": {"type": "text"},
     "modalities": ["text"],
     "function_call": "none",
@@ -89,11 +90,6 @@ class Settings:
     stream_options: dict = field(default_factory=dict)
 
     @property
-    def limit(self) -> int:
-        """The maximum number of new tokens; -1: as many as fit the context."""
-        return self.max_tokens
-
-    @property
     def sampling(self) -> TextOptions:
         """The options of sampling, without the seed."""
         options = {name: getattr(self, name) for name in SAMPLING_ARGUMENTS.split()}
@@ -135,9 +131,6 @@ class ChatSettings(Settings):
     """The arguments of /v1/chat/completions."""
 
     messages: tuple[dict, ...] = ()
-    max_completion_tokens: Annotated[int | None, Ge(-1)] = None  # the newer name of max_tokens
-    continue_final_message: bool | None = None  # None: if the last one is of the assistant
-    add_generation_prompt: bool = True  # what continue_final_message leaves out
     chat_template_kwargs: dict = field(default_factory=dict)
     tools: tuple[dict, ...] = ()
     tool_choice: Literal["auto", "none"] = "auto"
@@ -149,11 +142,6 @@ class ChatSettings(Settings):
     @property
     def num_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
-
-    @property
-    def limit(self) -> int:
-        newer = self.max_completion_tokens
-        return self.max_tokens if newer is None else newer
 
     def __post_init__(self) -> None:
         if not self.messages:
@@ -167,8 +155,6 @@ class ChatSettings(Settings):
             raise UserError("tools: calls in answers are not parsed. Send tool_choice none.")
         if names := sorted(RENDERED_NAMES & self.chat_template_kwargs.keys()):
             raise UserError(f"chat_template_kwargs: must not have {', '.join(names)}")
-        if not (self.add_generation_prompt or self.continue_final_message):
-            raise UserError("add_generation_prompt: must be true without continue_final_message")
 
 
 AnySettings = CompletionSettings | ChatSettings
@@ -195,12 +181,14 @@ def read_settings(cls: type[AnySettings], body: dict[str, Any], defaults: TextOp
     An argument that is null counts as left out.
     """
     values = {name: value for name, value in body.items() if value is not None}
-    names = {field.name for field in fields(cls)}
-    for name in values.keys() - names - SILENT_ARGUMENTS:
+    if "max_completion_tokens" in values:  # the newer name
+        values["max_tokens"] = values.pop("max_completion_tokens")
+    for name in values.keys() - {field.name for field in fields(cls)}:
         value = values.pop(name)
-        if name in WARNED_ARGUMENTS:
+        neutral = NEUTRAL_VALUES.get(name)
+        if name in IGNORED_ARGUMENTS:
             warn_of_ignored(name)
-        elif value != (neutral := NEUTRAL_VALUES.get(name)) and (value or neutral is True):
+        elif value != neutral and (value or neutral is True):
             param = shorten(name)
             raise ApiError(f"{param}: not supported (got {shorten(value)})", param=param)
     try:

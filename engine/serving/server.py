@@ -14,8 +14,8 @@ from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.types import Message, Send
 
 from engine.core.cli import LOCAL_HOST, describe_error
 from engine.core.errors import UserError
@@ -118,44 +118,22 @@ async def read_body(request: Request, max_bytes: int) -> dict[str, Any]:
     return body
 
 
-class ChunkedResponse(Response):
+class ChunkedResponse(StreamingResponse):
     """Sends the chunks of an answer as they arrive, and closes them if the client leaves.
 
-    An error before the first chunk is raised, so that it is the answer. All is done in the task of
-    the request: each wait for another task would delay the first chunk.
+    The status is sent with the first chunk, so that an error before it is the answer.
     """
 
-    def __init__(self, chunks: AsyncGenerator[str, None], media_type: str):
-        super().__init__(media_type=media_type, headers={"Cache-Control": "no-store"})
-        del self.headers["content-length"]
-        self.chunks = chunks
+    body_iterator: AsyncGenerator[str, None]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, by the protocol of ASGI."""
-        task = asyncio.current_task()
-        assert task
-        has_left = False
+    async def stream_response(self, send: Send) -> None:
+        """Send the chunks, by the protocol of ASGI."""
+        waiting: list[Message] = []
 
-        async def end_with_client() -> None:
-            nonlocal has_left
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            has_left = True
-            task.cancel()
+        async def send_with_chunk(message: Message) -> None:
+            waiting.append(message)
+            while waiting and "body" in message:
+                await send(waiting.pop(0))
 
-        watching = asyncio.create_task(end_with_client())
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        try:
-            async with contextlib.aclosing(self.chunks):
-                async for chunk in self.chunks:
-                    if start:
-                        await send(start)
-                    start = {}
-                    body = {"type": "http.response.body", "body": chunk.encode()}
-                    await send({**body, "more_body": True})
-            await send({"type": "http.response.body"})
-        except asyncio.CancelledError:
-            if not has_left:  # the server is stopping
-                raise
-        finally:
-            watching.cancel()
+        async with contextlib.aclosing(self.body_iterator):
+            await super().stream_response(send_with_chunk)

@@ -254,11 +254,10 @@ REFUSALS = [
     (400, CHAT, {"messages": MESSAGES, "tools": TOOLS}, "tools"),
     (400, CHAT, {"messages": [{"role": "user", "content": "a" * 4000}]}, "messages"),
     *((400, CHAT, {"messages": messages}, "messages") for messages in WRONG_CHATS),
-    (400, CHAT, {"messages": MESSAGES, "continue_final_message": True}, "messages"),
+    (400, CHAT, {"messages": MESSAGES, "continue_final_message": False}, "continue_final_message"),
     (400, CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
     (400, CHAT, {"messages": MESSAGES, "function_call": "auto"}, "function_call"),
     (400, CHAT, {"messages": MESSAGES, "response_format": {"type": "json"}}, "response_format"),
-    (400, CHAT, {"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt"),
     *(
         (400, CHAT, {"messages": MESSAGES, "chat_template_kwargs": value}, "chat_template_kwargs")
         for value in (3, {"messages": []})
