@@ -287,7 +287,7 @@ BAD_CONFIGS = {
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
     "window of 0": ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_win"),
     "no window": (QWEN3 | SLIDING | {"use_sliding_window": False}, "sliding_window must be"),
-    "exact GELU": (NANOCHAT | {"hidden_act": "gelu"}, "activation .*gelu"),
+    "exact GELU": (NANOCHAT | {"hidden_act": "gelu"}, "activation.*gelu"),
     "one bias, one missing": ({"attention_bias": True, "mlp_bias": None}, "mlp_bias"),
     "unscaled attention": (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights"),
     "tied nanochat": (NANOCHAT | {"hidden_act": "relu2", "tie_word_embeddings": True}, "tie_embed"),

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 
@@ -132,8 +131,7 @@ def merge_adapter(
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Unexpected keyword")  # of a newer PEFT
             adapted = peft.PeftModel.from_pretrained(base, path, torch_device="cpu").eval()
-        needed = {*peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)}
-        loadable = needed | {*adapted.state_dict()}  # of the base model, an embedding may be there
+        info = adapted.load_adapter(path, "default", torch_device="cpu")  # again, for its names
         expected = adapted(tokens).logits
         merged = adapted.merge_and_unload()
         difference = (merged(tokens).logits - expected).abs().max()
@@ -141,10 +139,8 @@ def merge_adapter(
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON_CHARACTERS]
         fix = "Name its own base model with --base, or merge it in PEFT."
         raise UserError(f"{path}: PEFT cannot merge it ({reason}). {fix}") from None
-    with safetensors.safe_open(path / TENSORS_FILE, "pt") as file:
-        names = {*file.keys()}
-    for name in sorted((needed - names) | (names - loadable)):
-        problem = "must have" if name in needed else "has an unsupported tensor"
+    for name in (*info.missing_keys, *info.unexpected_keys):
+        problem = "must have" if name in info.missing_keys else "has an unsupported tensor"
         raise UserError(f"{path}: {problem} {name}. Save the adapter again.")
     if not difference <= MAX_RELATIVE_ERROR * expected.abs().max().clamp(min=1):
         problem = f"PEFT merges it to another model (logits differ by {difference:.2g})"

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.core.errors import UserError, import_optional, wrap_library_errors
 from engine.core.settings import from_values
 from engine.core.values import convert
-from engine.huggingface.families import MODEL_FAMILIES, Family
+from engine.huggingface.families import MODEL_FAMILIES, Family, unsupported_settings
 from engine.nn.positions import FREQUENCY_BASE, sinusoids
 from engine.training.estimate import cached_meta_model
 from model import GPT, ModelConfig
@@ -214,8 +214,7 @@ def from_hf_config(hf_config: Any, source: str) -> tuple[Family, ModelConfig]:
     for key, value in family.fixed.items():
         if hf_config[key] != value:
             raise UserError(f"{source}: {key} must be {value!r} (got {hf_config[key]!r}).")
-    supported_values = family.supported_values()
-    settings = {setting: values[0] for setting, values in supported_values.items()}
+    settings = {setting: values[0] for setting, values in family.supported_values().items()}
     for setting, keys in family.settings.items():
         hf_values = [hf_config.get(key) for key in keys.split()]
         if setting == "activation":
@@ -224,14 +223,13 @@ def from_hf_config(hf_config: Any, source: str) -> tuple[Family, ModelConfig]:
             raise UserError(f"{source}: {keys} must be equal (got {hf_values}).")
         if hf_values[0] is not None:
             settings[setting] = hf_values[0]
-    for setting, values in supported_values.items():
-        if settings[setting] not in values:
-            allowed = " or ".join(map(str, values))
-            raise UserError(f"{source}: {setting} must be {allowed} (got {settings[setting]!r}).")
     if settings["position"] == "rope":
         settings["rope_base"], settings["rope_scaling"] = read_rope(hf_config, source)
     settings["windows"] = read_windows(hf_config, family, source)
-    return family, from_values(ModelConfig, settings, source)
+    config = from_values(ModelConfig, settings, source)
+    for problem in unsupported_settings(config, family):
+        raise UserError(f"{source}: unsupported {problem}. Use another model.")
+    return family, config
 
 
 def read_rope(hf_config: dict[str, Any], source: str) -> tuple[Any, list[Any] | None]:

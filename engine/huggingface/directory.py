@@ -57,7 +57,6 @@ FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 WRAPPER_PATTERN = (
     r"\b(?:_orig_mod|module|_(?:fsdp|checkpoint)_wrapped_module)\.|^model\.(?=model\.|lm_head)"
 )
-PATH_SETTINGS = {"data", "out", "init_from"}  # which name folders of this machine
 CARD_LABEL = "License and source of the text"  # no other tool writes it
 EXPORT_FILE_PATTERN = re.compile(r"(.*config|tokenizer)\.json|README\.md|.*\.(safetensors|gguf)")
 CARD_TEMPLATE = """---
@@ -271,7 +270,6 @@ def write_tokenizer(path: Path, tokenizer: Tokenizer, length: int, template: str
 
 def write_card(path: Path, name: str, state: RunState, num_parameters: int) -> None:
     """Write a model card, with FILL IN for what only a person knows."""
-    settings = {key: value for key, value in state.settings.items() if key not in PATH_SETTINGS}
     data = state.settings.get("data") or [state.imported or "noise"]
     loss = (state.evaluation or {}).get("val_loss")
     card = CARD_TEMPLATE.format(
@@ -281,7 +279,7 @@ def write_card(path: Path, name: str, state: RunState, num_parameters: int) -> N
         loss="not known" if loss is None else f"{loss:.4f} nats per token",
         tokens=state.tokens,
         step=state.step,
-        settings=json.dumps(settings | asdict(state.model), indent=1),
+        settings=json.dumps(asdict(state.model), indent=1),
     )
     path.write_text(card, encoding="utf-8")
 
@@ -313,8 +311,8 @@ def compare_with_transformers(path: Path, model: GPT, tokenizer: Tokenizer, fami
         if hf_ids[: len(own_ids)] != own_ids:
             raise RuntimeError(f"the exported tokenizer has other token ids for {text!r}")
         logits = model(torch.tensor([ids]))
-        hf_logits = hf_model(torch.tensor([ids])).logits
-        max_error = max(max_error, (logits - hf_logits).abs().max().item())
+        difference = logits - hf_model(torch.tensor([ids])).logits
+        max_error = max(max_error, difference.abs().max().item())
         max_logit = max(max_logit, logits.abs().max().item())
     if not max_error <= MAX_RELATIVE_ERROR * max(1.0, max_logit):
         raise RuntimeError(f"the exported model's logits differ by up to {max_error:.2g}")

@@ -183,7 +183,7 @@ def read_settings(cls: type[AnySettings], body: dict[str, Any], defaults: TextOp
     values = {name: value for name, value in body.items() if value is not None}
     if "max_completion_tokens" in values:  # the newer name
         values["max_tokens"] = values.pop("max_completion_tokens")
-    for name in values.keys() - {field.name for field in fields(cls)}:
+    for name in values.keys() - {argument.name for argument in fields(cls)}:
         value = values.pop(name)
         neutral = NEUTRAL_VALUES.get(name)
         if name in IGNORED_ARGUMENTS:
