@@ -1,7 +1,6 @@
 """Adapters in PEFT's layout: those of our LoRA runs are exported, and PEFT merges all others."""
 
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +32,6 @@ UNSAFE_KEYS = ("megatron_config", "prompt_tuning_init_state_dict_path", "adapter
 UNSAFE_INITIALIZATIONS = ("corda", "lora_ga")
 
 
-def map_layers(params: Iterable[str], family: Family) -> dict[str, str]:
-    """Map each layer that has an update to its name in transformers.
-
-    Raises UserError for fused layers.
-    """
-    layers = [name.removesuffix(f".{A_NAME}") for name in params if name.endswith(A_NAME)]
-    layout = tensor_layout([f"{layer}.weight" for layer in layers], family)
-    if family.transposed or len(layout) < len(layers):
-        problem = f"--adapter: unsupported for {family.model_type}"
-        raise UserError(f"{problem}. Export the merged model.")
-    names = [hf_name.removesuffix(".weight") for hf_name in layout]
-    return dict(zip(layers, names, strict=True))
-
-
 def convert_B(layer: str, B: Tensor, head_width: int, family: Family) -> Tensor:
     """Convert the B of an update to the family's layout, or back: see convert_layout."""
     if not layer.endswith((".query", ".key")):
@@ -68,9 +53,15 @@ def export_adapter(out: Path, checkpoint: Checkpoint, head_width: int, family: F
     updates = dict(checkpoint.model())
     if not all(name.endswith((A_NAME, B_NAME)) for name in updates):
         raise UserError("--adapter: the run trained embeddings too. Export the merged model.")
+    if family.transposed:  # its layers are fused
+        problem = f"--adapter: unsupported for {family.model_type}"
+        raise UserError(f"{problem}. Export the merged model.")
+    layers = [name.removesuffix(f".{A_NAME}") for name in updates if name.endswith(A_NAME)]
+    layout = tensor_layout([f"{layer}.weight" for layer in layers], family)
     tensors = {}
     ranks = {}
-    for layer, hf_layer in map_layers(updates, family).items():
+    for layer, hf_name in zip(layers, layout, strict=True):
+        hf_layer = hf_name.removesuffix(".weight")
         A = updates[f"{layer}.{A_NAME}"]
         B = updates[f"{layer}.{B_NAME}"]
         tensors[PEFT_NAME.format(hf_layer, "A")] = A

@@ -1,7 +1,7 @@
 """GGUF, the file format of llama.cpp, from a model in the layout of transformers."""
 
 import json
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +119,6 @@ def makes_every_token(document: dict[str, Any]) -> bool:
     return all(len(encoding.ids) == 1 for encoding in encodings)
 
 
-def rope_type(hf_config: dict[str, Any]) -> str | None:
-    """Return the type of RoPE's scaling: linear, llama3, or None."""
-    scaling: dict[str, Any] = hf_config.get("rope_scaling") or {}
-    return scaling.get("rope_type")
-
-
 def write(
     path: Path,
     hf_config: dict[str, Any],
@@ -142,10 +136,11 @@ def write(
             getattr(writer, method)(hf_config[key])
     if "rope_parameters" in hf_config:
         writer.add_rope_freq_base(hf_config["rope_parameters"]["rope_theta"])
-    if rope_type(hf_config) == "linear":
+    scaling = hf_config.get("rope_scaling") or {}
+    if scaling.get("rope_type") == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(hf_config["rope_scaling"]["factor"])
-    if rope_type(hf_config) == "llama3":
+        writer.add_rope_scaling_factor(scaling["factor"])
+    if scaling.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _rope_divisors(hf_config))
     _add_tokenizer(writer, tokenizer, hf_config["vocab_size"])
     # llama.cpp has a key for the end of a turn, one for the end of a message, and knows some names.
@@ -174,7 +169,7 @@ def _add_tensors(
     num_layers = hf_config["n_layer" if architecture == "gpt2" else "num_hidden_layers"]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], num_layers)
     head = "output.weight" if "lm_head.weight" in tensors else "token_embd.weight"
-    widths: dict[str, list[int]] = defaultdict(list)  # row lengths of the tensors of each type
+    counts: Counter[str] = Counter()  # of tensors, by type
     for name, tensor in tensors.items():
         gguf_name = names.get_name(name, (".weight", ".bias"))
         assert gguf_name is not None
@@ -190,15 +185,14 @@ def _add_tensors(
         if tensor_type.name not in ("F32", "BF16") and max_weight > np.finfo(np.float16).max:
             problem = f"float16 does not represent the weights of {gguf_name} (got {max_weight:g})"
             raise UserError(f"--gguf {dtype}: {problem}. Use --gguf bf16.")
-        widths[tensor_type.name].append(array.shape[-1])
+        counts[tensor_type.name] += 1
         array = gguf.quants.quantize(array, tensor_type)
         writer.add_tensor(gguf_name, array, raw_dtype=tensor_type)
-    if dtype.upper() not in widths:
-        got = ", ".join(str(width) for width in sorted(set(widths["F16"])))
-        problem = f"needs rows of a multiple of 32 weights (got {got})"
+    if not counts[dtype.upper()]:
+        problem = "no matrix has rows of a multiple of 32 weights"
         raise UserError(f"--gguf {dtype}: {problem}. Use --gguf f16.")
-    if dtype != "f16" and widths["F16"]:
-        number = count_noun(len(widths["F16"]), "tensor")
+    if dtype != "f16" and counts["F16"]:
+        number = count_noun(counts["F16"], "tensor")
         warn(f"--gguf {dtype}: {number} in float16, as rows are not a multiple of 32 weights")
 
 
