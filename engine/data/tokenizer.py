@@ -19,10 +19,11 @@ from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
 from engine.core.errors import UserError, wrap_library_errors
 from engine.core.files import check_pointer
 from engine.data import tokenizer_json
-from engine.data.splintr_runner import MAX_SLOW_CHARACTERS, EncodeBatch, load_encoder
+from engine.data.runners import EncodeBatch, encode_by_tokenizers, load_splintr, load_tokenizers
 from engine.data.tokenizer_config import text_start_of, with_model_files
 from engine.data.tokenizer_json import END_OF_TEXT, EXTENSION_KEY, Document, with_extension
 
+MAX_SLOW_CHARACTERS = 2**16  # of texts that a BPE encodes before splintr is loaded
 TokenIds = Sequence[int] | np.ndarray
 
 
@@ -198,10 +199,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, document: Document):
         super().__init__(document)
-        content = json.dumps(tokenizer_json.without_special(document))
-        with wrap_library_errors("tokenizers cannot read it", Exception):
-            self.runner = tokenizers.Tokenizer.from_str(content)
-        self.runner.encode_special_tokens = True  # special tokens in text are ordinary text
+        self.runner = load_tokenizers(document)
         words = json.dumps(document.get("pre_tokenizer"))
         self.is_space_first_only = '"prepend_scheme": "first"' in words
         letter: list[int] = []
@@ -216,12 +214,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return HuggingFaceTokenizer(changed) if self.adds_leading_space else self
 
     def _encode(self, text: str) -> np.ndarray:
-        text.encode()
-        try:
-            ids = self.runner.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except Exception as error:  # tokenizers has no class of its own
-            raise ValueError(error) from None
-        return np.array(ids, np.uint32)
+        return encode_by_tokenizers(self.runner, text)
 
     def decode_bytes(self, ids: TokenIds) -> bytes:
         new = [number for number in map(int, ids) if number not in self.bytes_of_id]
@@ -243,10 +236,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return both[len(before) :].encode()
 
 
-class BPETokenizer(HuggingFaceTokenizer):
-    """Byte-level byte-pair encoding (Sennrich et al. 2016). After a few texts, splintr runs it.
+class BPETokenizer(Tokenizer):
+    """Byte-level byte-pair encoding (Sennrich et al. 2016).
 
-    It is loaded late, because it takes longer to start than ``tokenizers``.
+    ``tokenizers`` encodes a few texts, then splintr, which takes longer to load.
     """
 
     num_characters = 0  # encoded so far
@@ -272,15 +265,13 @@ class BPETokenizer(HuggingFaceTokenizer):
 
     @functools.cached_property
     def encode_fast(self) -> EncodeBatch | None:
-        """splintr's function; None if it is slow, or its ids are not those of ``tokenizers``."""
-        model = self.document["model"]
-        reference: HuggingFaceTokenizer = self
-        if model.get("ignore_merges"):  # which hides merges of words that are tokens
-            without_words = {"model": model | {"ignore_merges": False}}
-            reference = HuggingFaceTokenizer(self.document | without_words)
-        tokens = [self.bytes_of_id[number] for number in self.text_ids]
-        text = b"\n".join(tokens).decode(errors="replace")
-        return load_encoder(self.document, text, HuggingFaceTokenizer._encode(reference, text))
+        """See :func:`load_splintr`."""
+        return load_splintr(self.document)
+
+    @functools.cached_property
+    def runner(self) -> tokenizers.Tokenizer:
+        """See :func:`load_tokenizers`."""
+        return load_tokenizers(self.document)
 
     def load_runner(self) -> None:
         self.num_characters = MAX_SLOW_CHARACTERS
@@ -290,6 +281,9 @@ class BPETokenizer(HuggingFaceTokenizer):
         self.num_characters += sum(map(len, texts))
         encode = self.encode_fast if self.num_characters > MAX_SLOW_CHARACTERS else None
         return encode(texts) if encode else super()._encode_batch(texts)
+
+    def _encode(self, text: str) -> np.ndarray:
+        return encode_by_tokenizers(self.runner, text)
 
 
 def from_document(document: Document) -> Tokenizer:

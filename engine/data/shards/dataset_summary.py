@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from engine.core.cli import count_noun
+from engine.core.files import read_json
 from engine.data.dataset import Dataset, open_dataset
 from engine.data.split import is_target, token_ids
 from engine.data.tokenizer import Tokenizer
@@ -54,7 +55,8 @@ def format_row(name: str, count: int, note: str) -> str:
 def describe_notes(path: Path) -> list[str]:
     """Return a line for each note for the user on a dataset, at most MAX_NOTE_LINES."""
     lines = []
-    for text, count in open_dataset(path).manifest["statistics"]["notes"].items():
+    manifest = read_json(path / "manifest.json")
+    for text, count in manifest["statistics"]["notes"].items():
         noun, _, note = text.partition(" ")
         lines.append(format_row(noun.removesuffix("s") if count == 1 else noun, count, note))
     if len(lines) > MAX_NOTE_LINES:
