@@ -94,7 +94,7 @@ def encode_batch(
     batch.num_characters = len(content)
     if not rule.parse_special:
         advice = "" if rule.split_rule.has_examples else NAMES_ADVICE
-        names = names_pattern(tokenizer, has_markup=False).findall(content)
+        names = names_pattern(tokenizer, "").findall(content)
         batch.notes.add(NAMES_NOTE + advice, len(names))
     return batch
 

@@ -71,7 +71,7 @@ class TextGenerator:
         """
         prompt = self.end_prompt(prompt) if add_suffix else prompt
         parse_special = parse_special or self.parses_special
-        names = chat.names_pattern(self.tokenizer, has_markup=False).findall(prompt)
+        names = chat.names_pattern(self.tokenizer, "").findall(prompt)
         if names and not parse_special:
             self.warn_once(
                 f"the prompt spells special tokens ({count_noun(len(names), 'name')}), which are "

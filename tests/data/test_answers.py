@@ -236,7 +236,7 @@ F_CALL = {"tool_calls": [{"type": "function", "function": {"name": "f", "argumen
                 "<|user|>c<|end|><|assistant|>⟦final d<|end|>⟧",
             ],
         ),
-        (CHANNELS, [("assistant", "a")], ["<|assistant|>⟦final a<|end|>⟧"]),
+        (CHANNELS, [("assistant", "a")], ["<|assistant|>final ⟦a<|end|>⟧"]),
         (
             VICUNA,
             [("assistant", "a"), ("user", "b"), ("assistant", "c", {"weight": 0})],

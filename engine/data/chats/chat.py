@@ -104,9 +104,10 @@ def turn_ends(tokenizer: Tokenizer, is_chat_model: bool) -> TurnEnds:
 
 
 @functools.lru_cache(32)
-def names_pattern(tokenizer: Tokenizer, has_markup: bool = True) -> re.Pattern[str]:
-    """Return a pattern of the names of special tokens, with or without those of markup."""
-    names = tokenizer.special_tokens.keys() - (() if has_markup else tokenizer.markup)
+def names_pattern(tokenizer: Tokenizer, template: str | None = None) -> re.Pattern[str]:
+    """Return a pattern of the names of special tokens; of markup, those in a template, or all."""
+    unused = [name for name in tokenizer.markup if template is not None and name not in template]
+    names = tokenizer.special_tokens.keys() - unused
     return re.compile(_alternatives(sorted(names, reverse=True))) if names else NO_NAMES
 
 
@@ -133,16 +134,16 @@ def is_learned(turn: Turn) -> bool:
 def to_messages(turns: Iterable[Turn], tokenizer: Tokenizer | None = None) -> list[Message]:
     """Return the messages of turns, for a chat template.
 
-    With a tokenizer, the names of its special tokens in the texts are escaped. In answers, markup
-    such as ``<think>`` is not, and becomes the token of that name.
+    With a tokenizer, the names of its special tokens in the texts are escaped. Markup becomes the
+    token of that name in answers, as ``<think>`` may, and where the template does not use it.
     """
     messages = []
     for turn in turns:
         message = {"role": turn[0], "content": turn[1], **keys_of(turn)}
         message.pop("weight", None)
         if tokenizer:
-            pattern = names_pattern(tokenizer, has_markup=turn[0] != "assistant")
-            escape = functools.partial(_escape, pattern)
+            markup = "" if turn[0] == "assistant" else chat_format(tokenizer)[0].source
+            escape = functools.partial(_escape, names_pattern(tokenizer, markup))
             message = {key: map_texts(value, escape, True) for key, value in message.items()}
         messages.append(message)
     return messages
@@ -176,7 +177,7 @@ def encode_texts(
     """
     if not parse_special and not tokenizer.markup:
         return tokenizer.encode_batch(texts)
-    pattern = NO_NAMES if parse_special else names_pattern(tokenizer, has_markup=False)
+    pattern = NO_NAMES if parse_special else names_pattern(tokenizer, "")
     escaped = (_escape(pattern, text) for text in texts)
     return [np.array(encode_rendered(tokenizer, text)[0], np.uint32) for text in escaped]
 

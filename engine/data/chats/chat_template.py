@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from engine.core.errors import UserError, wrap_library_errors
+from engine.core.errors import UserError
 
 # Templates of models that are trained here, and of imported models with the tokens of ChatML.
 PLAIN_TEMPLATE = (
@@ -94,12 +94,8 @@ def _compile_template(source: str) -> Any:
     )
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = raise_exception
-    return environment.from_string(_replace_tags(source))
-
-
-def _replace_tags(source: str) -> str:
-    """Return a template without the tags that mark the answers."""
-    return GENERATION_TAG.sub(lambda tag: tag[1] + ("endif" if tag[2] else "if true"), source)
+    unmarked = GENERATION_TAG.sub(lambda tag: tag[1] + ("endif" if tag[2] else "if true"), source)
+    return environment.from_string(unmarked)
 
 
 def set_variables(source: str, assignments: Sequence[str]) -> str:
@@ -107,20 +103,20 @@ def set_variables(source: str, assignments: Sequence[str]) -> str:
 
     A value is JSON, or else text. Raises UserError for a name that the template does not use.
     """
-    from jinja2.meta import find_undeclared_variables
-
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
-        with wrap_library_errors("--template-variable: the chat template fails", Exception):
-            environment = _compile_template(source).environment
-        names = find_undeclared_variables(environment.parse(_replace_tags(source))) - RENDERED_NAMES
-        if not equals or name not in names:
-            form = f"NAME=VALUE with a name of {', '.join(sorted(names)) or 'none'}"
-            raise UserError(f"--template-variable: must be {form} (got {assignment}).")
+        if not equals or name in RENDERED_NAMES or not reads_name(source, name):
+            problem = f"must be NAME=VALUE with a name in the chat template (got {assignment})"
+            raise UserError(f"--template-variable: {problem}.")
         # The line end keeps the source at the start of a line, and is not rendered.
         assign = f"{{%- set {name} = {parse_value(text, str)!r} %}}"
         source = f"{{%- if {name} is not defined %}}{assign}{{%- endif %}}\n{source}"
     return source
+
+
+def reads_name(source: str, name: str) -> bool:
+    """Return whether the source of a template has a name, such as that of a variable."""
+    return name.isidentifier() and re.search(rf"\b{name}\b", source) is not None
 
 
 @dataclass(frozen=True)
@@ -191,8 +187,8 @@ def split_answers(
 def find_answer(template: ChatTemplate, messages: Sequence[Message], index: int) -> tuple[str, str]:
     """Return the rendered prompt of an answer, and the rest of what is rendered up to the answer.
 
-    If the second does not start with the first, as in templates that move a text to the last turn,
-    or if there is no question, the rest is that of a chat of one question, or starts with the text.
+    If the second does not start with the first, or if there is no question, the rest starts with
+    the text of the answer.
     """
     before = messages[:index]
     text = template.render(messages[: index + 1])
@@ -200,11 +196,6 @@ def find_answer(template: ChatTemplate, messages: Sequence[Message], index: int)
     prompt = template.render(before, add_generation_prompt=True) if has_question else ""
     if prompt and text.startswith(prompt):
         return prompt, text[len(prompt) :]
-    if before != [SHORT_QUESTION]:
-        with contextlib.suppress(UserError):
-            _, answer = find_answer(template, [SHORT_QUESTION, messages[index]], 1)
-            if text.endswith(answer):
-                return prompt or text.removesuffix(answer), answer
     chats = [[*before, {"role": "assistant", "content": mark}] for mark in ANSWER_MARKS]
     start = common_length(text, *map(template.render, chats))
     return prompt or text[:start], text[start:]

@@ -15,6 +15,7 @@ from engine.data.chats.chat_template import (
     find_answer,
     map_texts,
     parse_value,
+    reads_name,
 )
 from engine.data.documents.document import describe_field, find_field
 from engine.data.records.text import ExampleParser, to_text
@@ -105,7 +106,7 @@ def parse_chat(
         fields.append(system)
     tools = parse_value(record.get(TOOLS_FIELD))
     is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-    if is_list and tools and template and reads_name(template, TOOLS_FIELD):
+    if is_list and tools and template and reads_name(template.source, TOOLS_FIELD):
         fields.append(TOOLS_FIELD)
     else:
         tools = []
@@ -134,11 +135,6 @@ def parse_messages(
     if template:
         check_rendered(template, turns)
     return turns
-
-
-def reads_name(template: ChatTemplate, name: str) -> bool:
-    """Return whether a name occurs in the source of a template."""
-    return re.search(rf"\b{name}\b", template.source) is not None
 
 
 def check_rendered(template: ChatTemplate, turns: Sequence[Turn]) -> None:
@@ -205,7 +201,7 @@ def _parse_message(message: Any, template: ChatTemplate | None = None) -> Turn:
         extra["weight"] = 0
     names = [*TOOL_KEYS] if role == "tool" else []
     if role == "assistant" and template:
-        names += [name for name in REASONING_KEYS if name in keys and reads_name(template, name)]
+        names += [name for name in REASONING_KEYS if reads_name(template.source, name)]
     extra |= {name: keys[name] for name in names if isinstance(keys.get(name), str)}
     return (role, text, extra) if extra else (role, text)
 
