@@ -35,7 +35,7 @@ from huggingface import ImportConfig, import_model
 
 WRAPPED_BUG = re.compile(r"\((?:Assertion|Attribute|Index|Key|Name|Runtime|Type)Error: ")
 CASES = settings(
-    max_examples=int(os.environ.get("FUZZ_CASES", 100)),
+    max_examples=int(os.environ.get("FUZZ_CASES", 50)),
     derandomize="FUZZ_CASES" not in os.environ,
     deadline=None,
     database=None,

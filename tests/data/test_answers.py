@@ -130,7 +130,9 @@ def find_targets(tokenizer: Tokenizer, turns: list) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_of_any_kind_is_used_as_it_is(name: str, words: Tokenizer, tmp_path: Path):
+def test_a_template_of_any_kind_is_used_as_it_is_and_its_texts_end_where_targets_do(
+    name: str, words: Tokenizer, tmp_path: Path
+):
     template, *ends = TEMPLATES[name]
     tokenizer, hf_tokenizer = load_with(words, template, tmp_path)
     assert directory.chat_template(tokenizer, is_chat_model=True) == template
@@ -156,14 +158,7 @@ def test_a_template_of_any_kind_is_used_as_it_is(name: str, words: Tokenizer, tm
         assert [token_ids(example).tolist() for example in examples] == expected
     targets = find_targets(tokenizer, CHATS[1])
     assert targets == [f"{starts[0]}yes\n### c{ends[0]}", f"{starts[1]}no{ends[1]}"]
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_text_ends_where_the_targets_of_an_answer_do(name: str, words: Tokenizer, tmp_path: Path):
-    template, *ends = TEMPLATES[name]
-    tokenizer, _ = load_with(words, template, tmp_path)
-    targets = find_targets(tokenizer, [("user", "king?"), ("assistant", "I like king.")] * 2)
-    starts = STARTS.get(name, ("", ""))
+    targets = find_targets(tokenizer, CHATS[0] * 2)
     for start, target, end in zip(starts, targets, ends, strict=True):
         stream = TextStream(tokenizer, ends=turn_ends(tokenizer, True))
         text = "".join(map(stream.push, encode_rendered(tokenizer, target)[0]))

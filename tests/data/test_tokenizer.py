@@ -52,7 +52,7 @@ from engine.data.tokenizer_training import (
 from engine.huggingface.gguf import pre_tokenizer_name
 
 NAMES = [*SPECIAL_TOKENS, "<|new|>"]
-KINDS = ["char", "byte", "gapped", "bpe", "gpt2", "sentencepiece"]
+KINDS = ["char", "byte", "gapped", "bpe", "sentencepiece"]
 END_OF_LLAMA3 = "<|end_of_text|>"
 SURROGATES = range(0xD800, 0xE000)
 BYTE_RANKS = {bytes((byte,)): byte for byte in range(256)}
@@ -78,19 +78,17 @@ def train(tokenizer: tokenizers.Tokenizer, trainer: Any, texts: list[str], **opt
 
 def assert_same_ids(tokenizer: Tokenizer, document: dict[str, Any], texts: list[str]) -> None:
     """Compare with the ids of ``tokenizers``, which takes special tokens in text as text."""
-    encode_fast = getattr(tokenizer, "encode_fast", None) or tokenizer.encode_batch
     reference = tokenizers.Tokenizer.from_str(json.dumps(document))
     reference.encode_special_tokens = True
-    for text in texts:
-        expected = reference.encode(text, add_special_tokens=False).ids
-        assert tokenizer.encode(text).tolist() == encode_fast([text])[0].tolist() == expected
+    encodings = reference.encode_batch_fast(texts, add_special_tokens=False)
+    expected = [encoding.ids for encoding in encodings]
+    assert [tokenizer.encode(text).tolist() for text in texts] == expected
+    tokenizer.load_runner()
+    assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == expected
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request, strings: list[str], code: str) -> Tokenizer:
-    if request.param == "gpt2":
-        request.getfixturevalue("tiktoken_cache")
-        return named_tokenizer("gpt2")
     if request.param == "sentencepiece":
         return train_sentencepiece([code])
     make = {
@@ -117,15 +115,13 @@ def test_ids_decode_to_the_text(tokenizer: Tokenizer, strings: list[str]):
         assert b"".join(tokenizer.decode_bytes([i]) for i in ids) == spaced.encode()
 
 
-def test_special_tokens_are_added_and_text_never_becomes_one(tokenizer: Tokenizer, strings):
+def test_special_tokens_are_added_and_text_never_becomes_one(tokenizer: Tokenizer):
     extended = tokenizer.with_special(NAMES)
     assert extended.with_special(NAMES[::-1]) is extended
     new = [extended.special_tokens[name] for name in NAMES if name not in tokenizer.special_tokens]
     assert new == [*range(tokenizer.vocab_size, extended.vocab_size)]
     assert extended.decode([extended.special_tokens[name] for name in NAMES]) == "".join(NAMES)
     assert extended.end_of_text_id not in extended.unused_ids()
-    for text in strings:
-        np.testing.assert_array_equal(extended.encode(text), tokenizer.encode(text))
     special = {*extended.special_tokens.values()}
     for text in (*extended.special_tokens, "".join(extended.special_tokens), f"a{END_OF_TEXT}b"):
         ids = extended.encode(text).tolist()
@@ -149,17 +145,16 @@ def test_unused_ids_are_those_that_text_never_has(tokenizer: Tokenizer):
     assert tokenizer.unused_ids() == expected.get(tokenizer.kind, [])
 
 
-def test_a_saved_tokenizer_loads_unchanged(tokenizer: Tokenizer, strings, tmp_path, monkeypatch):
-    monkeypatch.delattr(tiktoken, "get_encoding")  # the file must suffice
-    for saved in (tokenizer, tokenizer.with_special(NAMES).with_chat_template("{{ messages }}")):
-        saved.save(tmp_path / "tokenizer.json")
-        loaded = load_tokenizer(tmp_path / "tokenizer.json")
-        assert type(loaded) is type(saved) and loaded.fingerprint == saved.fingerprint
-        for name in ("kind", "vocab_size", "end_of_text_id", "special_tokens", "chat_template"):
-            assert getattr(loaded, name) == getattr(saved, name)
-        assert loaded.unused_ids() == saved.unused_ids()
-        for text in strings:
-            np.testing.assert_array_equal(loaded.encode(text), saved.encode(text))
+def test_a_saved_tokenizer_loads_unchanged(tokenizer: Tokenizer, strings, tmp_path):
+    saved = tokenizer.with_special(NAMES).with_chat_template("{{ messages }}")
+    saved.save(tmp_path / "tokenizer.json")
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert type(loaded) is type(saved) and loaded.fingerprint == saved.fingerprint
+    for name in ("kind", "vocab_size", "end_of_text_id", "special_tokens", "chat_template"):
+        assert getattr(loaded, name) == getattr(saved, name)
+    assert loaded.unused_ids() == saved.unused_ids()
+    text = "".join(strings)
+    np.testing.assert_array_equal(loaded.encode(text), saved.encode(text))
 
 
 def test_half_a_character_is_refused(tokenizer: Tokenizer):
@@ -170,7 +165,7 @@ def test_half_a_character_is_refused(tokenizer: Tokenizer):
 def test_tokenizers_gives_the_file_the_same_ids(
     tokenizer: Tokenizer, strings, random_strings, shakespeare: Path
 ):
-    texts = [*strings, *random_strings, shakespeare.read_text(encoding="utf-8")[:100_000]]
+    texts = [*strings, *random_strings, shakespeare.read_text(encoding="utf-8")[:20_000]]
     if isinstance(tokenizer, CharTokenizer):
         tokenizer = train_char_tokenizer(texts, "")
     extended = tokenizer.with_special(NAMES)
@@ -182,15 +177,21 @@ def test_tokenizers_gives_the_file_the_same_ids(
 
 @pytest.mark.parametrize("name", ["gpt2", "cl100k_base"])
 def test_named_encodings_give_the_ids_of_tiktoken(
-    name: str, strings, random_strings, code: str, tiktoken_cache
+    name: str, strings, random_strings, code: str, tiktoken_cache, tmp_path: Path
 ):
     tokenizer = named_tokenizer(name)
-    tokenizer.load_runner()
     reference = tiktoken.get_encoding(name)
     assert tokenizer.vocab_size == reference.n_vocab
     assert tokenizer.special_tokens.keys() == reference.special_tokens_set
-    for text in (*strings, *random_strings, code, "ab \n  ", "\n \n \t", " \r\n "):
-        assert tokenizer.encode(text).tolist() == reference.encode_ordinary(text)
+    tokenizer.load_runner()
+    texts = [*strings, *random_strings, code, "ab \n  ", "\n \n \t", " \r\n "]
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        assert ids.tolist() == reference.encode_ordinary(text)
+    if name == "gpt2":
+        tokenizer.save(tmp_path / "tokenizer.json")  # which suffices, for tokenizers too
+        loaded = load_tokenizer(tmp_path / "tokenizer.json")
+        assert (loaded.kind, loaded.fingerprint) == (name, tokenizer.fingerprint)
+        assert_same_ids(loaded, loaded.document, [*random_strings[::9], code[:9000]])
 
 
 def test_a_character_that_the_tokenizer_lacks_is_named():
@@ -227,13 +228,13 @@ def test_the_text_limits_the_vocabulary_size(code: str):
     assert chosen.document == fixed.document and fixed.vocab_size == 1024
 
 
-@pytest.mark.parametrize("character", [" ", "a", "7"])
 @pytest.mark.parametrize("pattern", SPLIT_PATTERNS)
-def test_tokens_of_a_trained_bpe_are_bounded(pattern: str, character: str):
-    run = character * 300_000
-    trained = train_bpe_tokenizer([run], 300, pattern)
+def test_tokens_of_a_trained_bpe_are_bounded(pattern: str):
+    runs = [character * 100_000 for character in " a7"]
+    trained = train_bpe_tokenizer(runs, 300, pattern)
     assert all(len(trained.decode_bytes([i])) <= 128 for i in range(trained.vocab_size))
-    for text in (run, f"x{run}x", f"{run}\n{run}"):
+    for run in runs:
+        text = f"{run}\nx{run}x"
         assert trained.decode(trained.encode(text).tolist()) == text
 
 
@@ -293,7 +294,7 @@ def test_the_byte_level_bpe_of_known_models_runs_fast(
     assert imported.vocab_size == reference.get_vocab_size()
     added = reference.get_added_tokens_decoder()
     assert imported.special_tokens == {token.content: number for number, token in added.items()}
-    texts = [*random_strings, *(text for text in strings if END_OF_TEXT not in text), code]
+    texts = [*random_strings, *(text for text in strings if END_OF_TEXT not in text), code[:9000]]
     assert_same_ids(imported, document, texts)
     normalize = reference.normalizer.normalize_str if reference.normalizer else str
     assert all(imported.decode(imported.encode(text)) == normalize(text) for text in texts)
@@ -331,7 +332,7 @@ def test_tokenizers_runs_what_splintr_cannot(
     edit(document, *CHANGES[change])
     imported = load(document, tmp_path, END_OF_LLAMA3)
     assert not isinstance(imported, BPETokenizer) or imported.encode_fast is None
-    assert_same_ids(imported, document, [*strings, *random_strings, code])
+    assert_same_ids(imported, document, [*strings, *random_strings[::9], code[:9000]])
 
 
 def test_a_pair_without_a_merge_is_kept_apart(tmp_path: Path):
@@ -353,13 +354,13 @@ def test_llama_3s_order_of_merges_is_recognized(kind: str, code: str, strings, t
         document["model"]["merges"] = pairs
     imported = load(document, tmp_path)
     assert pre_tokenizer_name(imported.document) == "llama-bpe"
-    assert_same_ids(imported, document, [code, *strings])
+    assert_same_ids(imported, document, [code[:9000], *strings])
 
 
 def test_long_runs_and_many_special_tokens_are_fast(code: str):
     trained = train_bpe_tokenizer([code], 600)
     extended = trained.with_special([f"<|{number}|>" for number in range(6000)])
-    text = f"{code * 10}<|17|>"
+    text = f"{code * 5}<|17|>"
     seconds = []
     for tokenizer in (trained, extended):
         tokenizer.load_runner()
@@ -367,7 +368,7 @@ def test_long_runs_and_many_special_tokens_are_fast(code: str):
         ids = tokenizer.encode(text)
         seconds.append(time.process_time() - start)
         assert tokenizer.decode(ids) == text and ids.max() < trained.vocab_size
-        assert tokenizer.decode(tokenizer.encode(" " * 10**6)) == " " * 10**6
+    assert len(extended.encode(" " * 10**6)) > 0
     assert seconds[1] < 0.1 + 3 * seconds[0]
 
 
@@ -476,7 +477,7 @@ def test_the_companion_names_the_end_of_text_and_the_chat_template(tmp_path: Pat
         (["model", "dropout"], 0.1),  # random ids
         (["model", "continuing_subword_prefix"], "##"),  # a panic when it is read
         (["model", EXTENSION_KEY], {"end_of_text": 7}),
-        (["pre_tokenizer", "pretokenizers", 0, "pattern", "Regex"], "("),
+        ([*WORDS, 0, "pattern", "Regex"], "("),
         (["added_tokens"], None),
         (["added_tokens", 0, "id"], 70),
         (["added_tokens", 0, "id"], 9999),  # tokenizers would give it the next id
@@ -493,33 +494,23 @@ def test_a_malformed_file_is_refused_by_name(path: list, value: Any, llama3: str
         load(document, tmp_path, END_OF_LLAMA3)
 
 
-@pytest.mark.parametrize("regex", ["", "(?=a)|.", "^|$", "a*", r"\G", "(a+)+$", r"(\w+ ?)*$"])
-def test_a_regex_of_no_words_keeps_the_text_or_is_refused(regex, llama3, tmp_path: Path):
+REGEX = [*WORDS, 0, "pattern", "Regex"]
+EMPTY = {"type": "Replace", "pattern": {"Regex": ""}, "content": "x"}
+ODD_STEPS = [
+    (REGEX, regex) for regex in ("", "(?=a)|.", "^|$", "a*", r"\G", "(a+)+$", r"(\w+ ?)*$")
+]
+
+
+@pytest.mark.parametrize(("path", "value"), [*ODD_STEPS, (["normalizer"], EMPTY)])
+def test_an_odd_regex_keeps_the_text_or_is_one_line_with_a_fix(path, value, llama3, tmp_path: Path):
     document = json.loads(llama3)
-    edit(document, ["pre_tokenizer", "pretokenizers", 0, "pattern", "Regex"], regex)
-    text = "hello a lower " + "a" * 40 + "!"
+    edit(document, path, value)
+    text = "hello a lower " + "a" * 3000 + "!"  # at which tokenizers may panic
     try:
         imported = load(document, tmp_path, END_OF_LLAMA3)
         assert imported.decode(imported.encode(text)) == text
     except UserError as error:
-        assert "\n" not in str(error)
-
-
-@pytest.mark.parametrize(
-    "path, value, text",
-    [
-        (["pre_tokenizer", "pretokenizers", 0, "pattern", "Regex"], "(a+)+$", "a" * 3000 + "!"),
-        (["normalizer"], {"type": "Replace", "pattern": {"Regex": ""}, "content": "x"}, "a"),
-    ],
-)
-def test_a_text_that_makes_tokenizers_panic_is_one_line_with_a_fix(
-    path: list, value: Any, text: str, llama3: str, tmp_path: Path
-):
-    document = json.loads(llama3)
-    edit(document, path, value)
-    tokenizer = load(document, tmp_path, END_OF_LLAMA3)
-    with pytest.raises(UserError, match=r"^[^\n]*another tokenizer\.$"):
-        tokenizer.encode(text)
+        assert re.fullmatch(r"[^\n]*(another tokenizer|prepare again)\.", str(error))
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"notes", b'{"format": 1', b"\xff", b"[" * 9999])
@@ -549,12 +540,8 @@ def test_a_path_names_a_tokenizer(tmp_path: Path):
             named_tokenizer(str(path))
 
 
-def test_llama_cpp_has_names_for_known_patterns(tiktoken_cache):
-    for pattern, name in {
-        "llama3": "llama-bpe",
-        "smollm": "smollm",
-        DEFAULT_PATTERN: "qwen2",
-    }.items():
+def test_llama_cpp_has_names_for_known_patterns():
+    names = {"llama3": "llama-bpe", "smollm": "smollm", DEFAULT_PATTERN: "qwen2", "gpt2": "gpt-2"}
+    for pattern, name in names.items():
         assert pre_tokenizer_name(train_bpe_tokenizer(["a"], 300, pattern).document) == name
-    assert pre_tokenizer_name(named_tokenizer("gpt2").document) == "gpt-2"
     assert pre_tokenizer_name(ByteTokenizer().document) is None

@@ -246,7 +246,7 @@ run_command(prepare.main)
     return subprocess.Popen(program, cwd=folder, env=environment, **pipes)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_killed_run_leaves_no_dataset_and_the_next_one_continues(number, tmp_path: Path):
     (tmp_path / "large").mkdir()
     for index in range(6):
@@ -256,8 +256,7 @@ def test_a_killed_run_leaves_no_dataset_and_the_next_one_continues(number, tmp_p
         time.sleep(0.005)
     process.send_signal(number)
     process.communicate(timeout=60)
-    codes = {signal.SIGINT: 130, signal.SIGTERM: 128 + signal.SIGTERM}
-    assert process.returncode == codes.get(number, -number)
+    assert process.returncode == {signal.SIGINT: 130}.get(number, -number)
     num_kept = num_finished(tmp_path / "data")
     assert 0 < num_kept < 6 and not (tmp_path / "data").exists()
     config = PrepareConfig((str(tmp_path / "large"),), tokenizer="byte", out=tmp_path / "data")
