@@ -24,6 +24,7 @@ NUM_STEPS_TO_DOUBLE_SCALE = 2000  # finite steps in a row, as in torch.amp.GradS
 MAX_GRADIENT_NORM = 1e9  # after clipping: the squares of squares of more are not finite
 UNUSABLE_GRADIENTS = f"not finite or above {MAX_GRADIENT_NORM:g}"
 BETA2_BY_TOKENS = {2**14: 0.99, 2**19: 0.95}  # of a step; see default_beta2
+FINE_TUNING_BETA2 = 0.95  # longer means do not help there (experiments, 2026-11-29)
 MAX_SKIPPED_STEPS = 50  # in a row, until a run ends
 
 
@@ -76,6 +77,7 @@ class OptimizerKind(NamedTuple):
     embedding_rate: float = 1.0  # of an untied token embedding
     is_for_matrices: bool = False  # of the blocks only, and AdamW updates the other parameters
     is_capturable: bool = False  # in a CUDA graph: with a tensor as the learning rate
+    fine_tuning_embedding_rate: float = 1.0
 
 
 def build_adamw(params: list[ParamGroup], config: OptimizerConfig, *_: Any) -> AdamW:
@@ -98,6 +100,7 @@ OPTIMIZER_KINDS = {
         embedding_rate=2.1,
         is_for_matrices=True,
         is_capturable=True,
+        fine_tuning_embedding_rate=3.0,
     ),
     "adamw": OptimizerKind(build_adamw, adamw_learning_rate, is_capturable=True),
 }
@@ -109,15 +112,15 @@ def default_rates(
     """Return the default rates of an optimizer, as fields of OptimizerConfig."""
     kind = OPTIMIZER_KINDS[optimizer]
     rate = kind.learning_rate
-    rates = {
-        "learning_rate": rate(d_model) if callable(rate) else rate,
-        "embedding_rate": kind.embedding_rate,
-        "beta2": default_beta2(tokens_per_step),
-    }
-    if is_fine_tuning:  # longer means do not help there (experiments, 2026-11-29)
-        rates["beta2"] = 0.95
-        rates["embedding_rate"] = 3.0 if kind.is_for_matrices else 1.0
-    return rates
+    rates = {"learning_rate": rate(d_model) if callable(rate) else rate}
+    if is_fine_tuning:
+        return {
+            **rates,
+            "embedding_rate": kind.fine_tuning_embedding_rate,
+            "beta2": FINE_TUNING_BETA2,
+        }
+    beta2 = default_beta2(tokens_per_step)
+    return {**rates, "embedding_rate": kind.embedding_rate, "beta2": beta2}
 
 
 def default_beta2(tokens_per_step: int) -> float:

@@ -42,7 +42,7 @@ from model import GPT
 
 NUM_CHECKED_PASSES = 3  # of a graph: compared with plain ones, the first two replays among them
 CHECKPOINT_BYTES_PER_SECOND = 5e8  # written and hashed
-LENGTH_MULTIPLES = (1, 64)  # of padded examples; captured, they have few lengths
+CAPTURED_LENGTH_MULTIPLE = 64  # of padded examples in captured steps, which so have few lengths
 
 Record = dict[str, Any]  # of metrics.jsonl
 
@@ -103,7 +103,8 @@ class Trainer:
 
         rank_slice = dist_ctx.rank_slice(config.batch_size)
         spec = BatchSpec(config.context_length, config.seed, config.batch_size, rank_slice)
-        self.batches = Batches(data.train, spec, dist_ctx.device, LENGTH_MULTIPLES[bool(pool)])
+        length_multiple = CAPTURED_LENGTH_MULTIPLE if pool else 1
+        self.batches = Batches(data.train, spec, dist_ctx.device, length_multiple)
         self.tokens_per_step = data.train.tokens_per_step(config.batch_size, config.context_length)
 
         self.step = 0
@@ -222,8 +223,11 @@ class Trainer:
     def average_weights(self) -> None:
         """Average the weights of a text that is read again; the last step replaces them by that."""
         is_last = self.budget.exhausted
-        sizes = (self.tokens_per_step, max(self.data.epoch_tokens))
-        if weight := averaging_weight(self.config, self.step, *sizes, is_last=is_last):
+        epoch_tokens = max(self.data.epoch_tokens)
+        weight = averaging_weight(
+            self.config, self.step, self.tokens_per_step, epoch_tokens, is_last
+        )
+        if weight:
             self.optimizer.average_parameters(weight, replace=is_last)
 
     # Memory and time.
