@@ -97,7 +97,8 @@ class Head(nn.Module):
     """Attention head with its own query, key and value projections: Vaswani et al. 2017, eq. 1.
 
     With grouped-query attention (Ainslie et al. 2023), the heads of a group share one key and one
-    value projection, those of its first head. All heads of a block share the norms of its first.
+    value projection, those of its first head. All heads of a block share the norms and the window
+    of its first head.
     """
 
     def __init__(self, config: ModelConfig, window: int, starts_group: bool, starts_block: bool):
@@ -111,7 +112,7 @@ class Head(nn.Module):
         if starts_block:
             self.query_norm = make_qk_norm(config)
             self.key_norm = make_qk_norm(config)
-        self.window = window
+            self.window = window  # the last positions that each position sees; 0: all
         self.dropout = config.dropout
 
     def attention(
@@ -125,8 +126,8 @@ class Head(nn.Module):
         k = rotate(block_head.key_norm(group_head.key(x)), rotation)
         scores = q @ k.mT / math.sqrt(k.shape[-1])  # (B, T, T)
         mask = torch.ones_like(scores, dtype=torch.bool).tril()
-        if self.window:
-            mask = mask.triu(1 - self.window)  # Beltagy et al. 2020
+        if block_head.window:
+            mask = mask.triu(1 - block_head.window)  # Beltagy et al. 2020
         return scores.masked_fill(~mask, -math.inf).softmax(dim=-1)
 
     def forward(
@@ -155,7 +156,6 @@ class MultiHeadAttention(nn.Module):
         self.projection = nn.Linear(heads_width, config.d_model, bias=config.bias)
         self.fused_qkv = FusedLinear(self.qkv_layers)
         self.config = config
-        self.window = window
 
     def qkv_layers(self) -> list[nn.Module]:
         """Return the projections to queries, keys and values, as they are now."""
@@ -188,7 +188,8 @@ class MultiHeadAttention(nn.Module):
         q = rotate(block_head.query_norm(q), rotation)  # (B, H, T, K)
         k = rotate(block_head.key_norm(k), rotation)  # (B, G, T, K)
         if context is None:
-            mixed = attend(q, k, v, self.config.dropout if self.training else 0.0, self.window)
+            dropout_p = self.config.dropout if self.training else 0.0
+            mixed = attend(q, k, v, dropout_p, block_head.window)
         else:
             mixed = context.attend(q, k, v)  # to all visible positions
         mixed = mixed.transpose(1, 2).reshape(B, T, -1)  # (B, H, T, K) → (B, T, H·K)

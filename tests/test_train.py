@@ -314,7 +314,7 @@ def test_the_first_block_has_a_short_window_early_in_a_run_and_in_no_evaluation(
     class Watcher(Callback):
         def on_train_start(self, trainer: Trainer) -> None:
             trainer.model.blocks[0].attention.register_forward_pre_hook(
-                lambda layer, _: windows_by_mode[layer.training].append(layer.window)
+                lambda layer, _: windows_by_mode[layer.training].append(layer.heads[0].window)
             )
 
     flags = ["--steps", 10, "--eval-every", 1, "--eval-tokens", 50, *flags.split()]

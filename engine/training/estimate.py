@@ -13,7 +13,6 @@ from engine.core.cli import count_noun
 from engine.core.device import DTYPE_BY_NAME, usable_memory
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
-from engine.data.split import EVALUATION_BATCH_TOKENS
 from engine.nn.attention import MAX_UNFUSED_POSITIONS
 from engine.nn.loss import max_chunk_rows
 from engine.runs.checkpoint import build_meta_model
@@ -23,9 +22,9 @@ from model import ModelConfig
 
 CPU_UTILIZATION = 2 / 3  # of measured matrix products
 GPU_UTILIZATION = 0.4  # Grattafiori et al. 2024, table 4
-# Python, PyTorch, CUDA's libraries, threads, report; with checkpoint_activations the compiler too.
-CPU_PROCESS_MEBIBYTES = (640, 715) if torch.version.cuda else (350, 425)
-CPU_HEAP_OVERHEAD = (0.3, 0.7)  # freed blocks that the C library keeps, of all activations
+# On a CPU: Python, PyTorch and its libraries, threads, and freed blocks that the C library keeps.
+CPU_PROCESS_BYTES = 2**20 * (680 if torch.version.cuda else 390)
+CPU_HEAP_OVERHEAD = 0.4  # of the activations
 MAX_MEMORY_FRACTION = 0.9  # of a device, for a run whose micro-batches are chosen
 MAX_MEMORY_EXCESS = 1.1  # of a device: a run that needs more is refused
 MEMORY_ERROR = 0.25  # relative, of an estimate
@@ -133,20 +132,19 @@ def memory_limit(dist_ctx: DistributedContext) -> float:
 def estimate_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) -> dict[str, float]:
     """Return the bytes that a rank needs, by purpose, for micro-batches of ``rows`` sequences.
 
-    The sum is within MEMORY_ERROR of what PyTorch allocates. With FSDP, a rank also has the full
-    weights outside the blocks and of two blocks. With DDP and captured steps,
-    gradients exist twice. Where merged weights do not fit, LoRA samples without them.
+    The sum is within MEMORY_ERROR of what is used. With FSDP, a rank also has the full weights
+    outside the blocks and of two blocks. With DDP and captured steps, gradients exist twice.
     """
     model = cached_meta_model(config.model, lora_arguments(config))
     num_trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
+    weights = sum(param.nbytes for param in model.parameters())
     gradients = 4 * num_trained
     state = 8 * num_trained  # as AdamW
     if not config.lora_rank and OPTIMIZER_KINDS[config.optimizer.optimizer].is_for_matrices:
         state -= 4 * count_matrix_weights(config.model)
     gathered_bytes = 0
     if dist_ctx.sharded:
-        block_bytes = sum(parameter.nbytes for parameter in model.blocks.parameters())
+        block_bytes = sum(param.nbytes for param in model.blocks.parameters())
         gathered_bytes = weights - block_bytes + 2 * block_bytes // config.model.num_layers
     elif dist_ctx.size > 1 or config.captures_steps(dist_ctx):
         gradients *= 2
@@ -158,30 +156,10 @@ def estimate_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) 
         "optimizer state": state / shards,
         "activations": activations,
     }
-    if config.captures_steps(dist_ctx):  # whose graphs keep the memory of activations
-        shallow = replace(config, model=replace(config.model, num_layers=1), compile=False)
-        eval_rows = max(1, EVALUATION_BATCH_TOKENS // config.context_length)
-        memory["evaluation"] = activation_bytes(shallow, eval_rows, dist_ctx)
-    if dist_ctx.device.type == "cpu":
-        memory["saves"] = (4 * num_trained + state) / shards  # copies, written in the background
-        is_lean = config.checkpoint_activations
-        heap_bytes = CPU_HEAP_OVERHEAD[is_lean] * activations
-        memory["process and heap"] = 2**20 * CPU_PROCESS_MEBIBYTES[is_lean] + heap_bytes
-    if not dist_ctx.sharded and (config.lora_rank or dist_ctx.device.type == "cpu"):
-        has_16_bits = config.frozen_dtype == "bfloat16" and not config.train_tokens
-        copied_bytes = (2 if has_16_bits else 4) * cached_meta_model(config.model).num_parameters
-        memory["samples"] = max(0.0, copied_bytes - activations)  # weights, merged or packed
-        total = sum(memory.values())
-        if config.lora_rank and total > MAX_MEMORY_FRACTION * memory_limit(dist_ctx):
-            del memory["samples"]
+    if dist_ctx.device.type == "cpu":  # a checkpoint is copied, and written in the background
+        saved_bytes = (4 * num_trained + state) / shards
+        memory["process, saves"] = CPU_PROCESS_BYTES + CPU_HEAP_OVERHEAD * activations + saved_bytes
     return memory
-
-
-def fits_merged_weights(config: RunConfig, dist_ctx: DistributedContext) -> bool:
-    """Return whether a model for samples has weights of its own, as they fit."""
-    if dist_ctx.sharded or not config.lora_rank:
-        return not dist_ctx.sharded
-    return "samples" in estimate_memory(config, config.micro_batch_rows(dist_ctx), dist_ctx)
 
 
 def micro_batch_sizes(batch_rows: int, max_rows: int) -> list[int]:

@@ -38,9 +38,9 @@ from engine.nn.inference import build_decoder
 from engine.runs.checkpoint import build_meta_model
 from engine.training.budget import Budget
 from engine.training.config import RunConfig
-from engine.training.estimate import fits_merged_weights, lora_arguments
+from engine.training.estimate import lora_arguments
 from engine.training.optimizer import Optimizer
-from model import GPT, Block
+from model import GPT, Block, Head
 
 WARMUP_WINDOW_TOKENS = 16
 NUM_COMPARED_STEPS = 4  # of a small model
@@ -71,6 +71,7 @@ class Passes:
         self.captured_pass = CapturedCalls(self.acceleration.pool)
         self.num_passes: Counter[tuple[Any, ...]] = Counter()  # of each graph, to check the first
         self.num_checked_passes = 0
+        self.copies_decoder = not (dist_ctx.sharded or config.lora_rank)
         self.tolerance = ROUNDING_TOLERANCES[DTYPE_BY_NAME[config.dtype]]
 
     def wrap_model(self) -> None:
@@ -132,7 +133,8 @@ class Passes:
         if not self.config.document_mask:
             return model(inputs, targets)
         dropout_p = self.config.model.dropout if model.training else 0.0
-        windows = [cast(Block, block).attention.window for block in self.model.blocks]
+        windows = self.model.config.layer_windows
+        windows[0] = first_head(self.model).window  # shorter in its warmup
         start = cast(int, self.data.document_start)  # resolve() checks that there is one
         contexts = {w: DocumentAttention(inputs, start, w, dropout_p) for w in {*windows}}
         return model(inputs, targets, [contexts[window] for window in windows])
@@ -231,17 +233,14 @@ class Passes:
         Its heads then learn early to attend to the previous token. The induction heads of the next
         block need that (Olsson et al. 2022). Yields the window of the first block.
         """
-        attention = cast(Block, self.model.blocks[0]).attention
-        window = attention.window
-        layers: list[Any] = [attention, *attention.heads]  # for the fused path and for the loop
+        head = first_head(self.model)
+        window = head.window
         if self.budget.progress < self.config.optimizer.window_warmup:
-            for layer in layers:
-                layer.window = min(window or WARMUP_WINDOW_TOKENS, WARMUP_WINDOW_TOKENS)
+            head.window = min(window or WARMUP_WINDOW_TOKENS, WARMUP_WINDOW_TOKENS)
         try:
-            yield attention.window
+            yield head.window
         finally:
-            for layer in layers:
-                layer.window = window
+            head.window = window
 
     def evaluation_batches(self, split: Split, is_last: bool = False) -> Iterator[Tensor]:
         """Yield inputs and targets, (2, B, T), of this rank's rows of an evaluation, or the last.
@@ -263,15 +262,20 @@ class Passes:
     def decoder(self) -> Iterator[tuple[GPT, torch.dtype | None]]:
         """Yield the model for generating text, and the dtype of its cached keys and values.
 
-        It has weights of its own if they fit; else, and if it is sharded, it is the training model,
-        which computes in the dtype of the run.
+        It has weights of its own. If the model is sharded, or frozen below updates of LoRA, it is
+        the training model, which computes in the dtype of the run.
         """
-        if fits_merged_weights(self.config, self.dist_ctx):
+        if self.copies_decoder:
             yield build_decoder(self.model), None
             return
         with self.autocast(), self.acceleration.uncompiled():  # each length would be compiled
             yield self.model.eval(), DTYPE_BY_NAME[self.config.dtype]
         self.model.train()
+
+
+def first_head(model: GPT) -> Head:
+    """Return the head whose window is that of the first block."""
+    return cast(Head, cast(Block, model.blocks[0]).attention.heads[0])
 
 
 def fingerprint(loss: Tensor, tensors: dict[str, Tensor]) -> Tensor:

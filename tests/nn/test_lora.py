@@ -26,7 +26,8 @@ from engine.nn.lora import add_lora, lora_scale, merge_lora, merge_updates
 from engine.nn.specs import draw_initial_values
 from engine.report.callback import Report
 from engine.runs.run_files import find_checkpoint
-from engine.training import estimate, passes
+from engine.training import passes
+from engine.training.trainer import Trainer
 from model import GPT, ModelConfig
 
 RANK = 3
@@ -209,10 +210,17 @@ def test_tokens_that_are_new_to_the_base_are_trained(tune, folder, tmp_path, cap
     assert {"token_embedding.weight", "head.weight"} <= saved.keys()
 
 
-def test_where_merged_weights_do_not_fit_the_training_model_samples(tune, tmp_path, monkeypatch):
+class MergedReport(Report):
+    """A report whose samples are those of merged weights."""
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        trainer.passes.copies_decoder = True
+        super().on_train_start(trainer)
+
+
+def test_the_samples_of_a_run_need_no_merged_weights(tune, tmp_path, monkeypatch):
     flags = ["--steps", 8, "--learning-rate", 0, "--micro-batch-size", 4]
-    tune("merged", *flags, callbacks=[Report()])
-    monkeypatch.setattr(estimate, "usable_memory", lambda device: 1.0)
+    tune("merged", *flags, callbacks=[MergedReport()])
     monkeypatch.setattr(passes, "build_decoder", None)
     tune("in-place", *flags, callbacks=[Report()])
     samples = [read_lines(tmp_path / name / "samples.jsonl") for name in ("merged", "in-place")]

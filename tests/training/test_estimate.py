@@ -1,18 +1,14 @@
 """Estimates against arithmetic by hand, and against what PyTorch counts and allocates."""
 
 import dataclasses
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import GPT2, ROOT
+from helpers import GPT2
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-import train
 from engine.core.device import DTYPE_BY_NAME, mixed_precision
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 from engine.core.errors import UserError
@@ -22,7 +18,6 @@ from engine.training import estimate
 from engine.training.config import RunConfig
 from engine.training.estimate import (
     MEMORY_ERROR,
-    activation_bytes,
     cached_meta_model,
     check_memory,
     estimate_memory,
@@ -30,6 +25,7 @@ from engine.training.estimate import (
     flops_per_token,
     lora_arguments,
 )
+from engine.training.optimizer import Optimizer, OptimizerConfig
 from model import GPT, ModelConfig
 
 CPU = torch.device("cpu")
@@ -73,11 +69,12 @@ def peak_allocated(call) -> int:
     return peak
 
 
-def measure_activations(config: RunConfig, rows: int) -> int:
-    """Measure the second of two micro-batches: weights and gradients are there before."""
+def measure_memory(config: RunConfig, rows: int) -> dict[str, int]:
+    """Measure what a plan estimates, in the second of two micro-batches and after a step."""
     gpt = GPT(config.model)
     if config.lora_rank:
         add_lora(gpt, *lora_arguments(config))
+    optimizer = Optimizer(gpt, config.optimizer)
     if config.checkpoint_activations:
         checkpoint_activations(gpt)
 
@@ -88,56 +85,40 @@ def measure_activations(config: RunConfig, rows: int) -> int:
         loss.backward()
 
     micro_batch(1)
-    return peak_allocated(lambda: micro_batch(rows))
+    params = [*gpt.parameters()]
+    measured = {
+        "weights": sum(param.nbytes for param in params),
+        "gradients": sum(param.grad.nbytes for param in params if param.grad is not None),
+        "activations": peak_allocated(lambda: micro_batch(rows)),
+    }
+    optimizer.step(0, 10)
+    return measured | {"optimizer state": sum(x.nbytes for x in optimizer.state().values())}
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "lora_rank"),
+    ("kind", "settings"),
     [
-        ({}, "bfloat16", 16),
-        (GPT2, "float32", 0),
-        ({"dropout": 0.1}, "bfloat16", 0),
-        ({"context_length": 640, "num_layers": 1}, "float32", 16),
-        ({"vocab_size": 20000, "d_model": 64, "num_layers": 1}, "bfloat16", 0),  # logits in chunks
+        ({}, {"dtype": "bfloat16", "frozen_dtype": "bfloat16", "lora_rank": 16}),
+        (GPT2, {"optimizer": OptimizerConfig(optimizer="adamw")}),
+        ({"dropout": 0.1}, {"dtype": "bfloat16"}),
+        ({"context_length": 640, "num_layers": 1}, {"lora_rank": 16, "train_tokens": True}),
+        ({"vocab_size": 20000, "d_model": 64, "num_layers": 1}, {"dtype": "bfloat16"}),  # chunks
     ],
     ids=str,
 )
-def test_activations_are_near_those_that_a_micro_batch_allocates(kind, dtype, lora_rank):
+def test_a_plan_is_near_what_a_micro_batch_and_a_step_allocate(kind, settings):
+    model = small(**kind)
     for is_lean in (False, True):
-        lora = {"lora_rank": lora_rank, "frozen_dtype": dtype}
-        model = small(**kind)
-        config = RunConfig(model=model, dtype=dtype, checkpoint_activations=is_lean, **lora)
-        measured = measure_activations(config, 2)
-        estimated = activation_bytes(config, 2, SINGLE_PROCESS)
-        weights = 4 * cached_meta_model(config.model).num_parameters
-        fixed = 4 * weights if not lora_rank else weights
-        assert fixed + estimated == pytest.approx(fixed + measured, rel=MEMORY_ERROR)
-
-
-REAL_RUN = """
-import sys
-from pathlib import Path
-
-import train
-
-train.main(sys.argv[1:])
-status = Path("/proc/self/status").read_text().split()  # getrusage() has the peak of the parent
-print(1024 * int(status[status.index("VmHWM:") + 1]))
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
-def test_planned_memory_is_the_peak_of_a_run(numbers, tmp_path, capsys):
-    sizes = "--num-layers 6 --d-model 256 --batch-size 8 --checkpoint-activations"
-    arguments = ["--data", str(numbers), "--out", str(tmp_path / "run"), "--device", "cpu"]
-    arguments += [*sizes.split(), "--num-heads", "4", "--context-length", "256"]
-    arguments += ["--steps", "2", "--eval-tokens", "2000"]
-    command = [sys.executable, "-c", REAL_RUN, *arguments]
-    output = subprocess.check_output(command, cwd=ROOT, encoding="utf-8")
-    measured = int(output.splitlines()[-1]) / 2**20
-    train.main([*arguments, "--plan"])
-    planned = float(rows_of(capsys.readouterr().out)["= memory"].split()[0].replace(",", ""))
-    assert planned == pytest.approx(measured, rel=0.15)
+        settings = {"dtype": "float32", **settings}
+        config = RunConfig(model=model, checkpoint_activations=is_lean, **settings)
+        planned = estimate_memory(config, 2, SINGLE_PROCESS)
+        measured = measure_memory(config, 2)
+        assert measured.keys() == planned.keys() - {"process, saves"}
+        for purpose in ("weights", "gradients"):
+            assert planned[purpose] == measured[purpose]
+        assert planned["optimizer state"] == pytest.approx(measured["optimizer state"], rel=0.02)
+        total = sum(planned[purpose] for purpose in measured)
+        assert total == pytest.approx(sum(measured.values()), rel=MEMORY_ERROR)
 
 
 def test_fsdp_divides_all_but_what_is_gathered(monkeypatch):
@@ -168,15 +149,6 @@ def test_micro_batches_divide_the_batch_and_are_the_largest_that_fit(monkeypatch
         assert fit_micro_batches(config, SINGLE_PROCESS, 128).micro_batch_size == expected
     typed = dataclasses.replace(config, micro_batch_size=6)
     assert fit_micro_batches(typed, SINGLE_PROCESS, 128) == typed
-
-
-# The plan.
-
-
-def rows_of(plan: str) -> dict[str, str]:
-    """Return the value of each row of the table."""
-    lines = plan.split("\n\n")[1].splitlines()
-    return {line[:16].strip(): line[16:].strip() for line in lines}
 
 
 def test_a_run_that_needs_over_10_percent_more_memory_is_refused(monkeypatch):
