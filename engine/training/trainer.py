@@ -15,7 +15,7 @@ from engine.core.cli import count_noun, say, warn
 from engine.core.device import DTYPE_BY_NAME
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError, describe_briefly, is_bug
-from engine.core.settings import build, flatten, to_toml
+from engine.core.settings import flatten, to_toml
 from engine.data.batches import Batches
 from engine.data.dataset import Dataset
 from engine.data.split import BatchSpec
@@ -34,7 +34,7 @@ from engine.runs.run_files import find_base
 from engine.training.budget import Budget
 from engine.training.config import RunConfig
 from engine.training.estimate import averaging_weight, lora_arguments, micro_batch_sizes
-from engine.training.optimizer import Optimizer, OptimizerConfig, learning_rate_at
+from engine.training.optimizer import Optimizer
 from engine.training.passes import Passes, describe_update_difference
 from engine.training.resolve import changed_settings, init_token_rows, split_token_ids
 from engine.training.run_dir import RunDir
@@ -295,12 +295,6 @@ class Trainer:
         if checkpoint and self.budget.exhausted:
             flag = "--steps" if self.step >= self.budget.steps else "--minutes"
             self.say(f"The run is complete. To continue it, raise {flag}.")
-        elif checkpoint and limits != (config.minutes, config.steps):
-            old_steps = self.step / max(state.progress, 1e-9)
-            old_config = build(OptimizerConfig, state.settings)
-            old_rate = learning_rate_at(self.step - 1, old_steps, old_config)
-            rate = learning_rate_at(self.step, self.budget.total_steps, config.optimizer)
-            self.say(f"The length has changed: learning rate {old_rate:.2g} → {rate:.2g}")
 
     # Records and checkpoints.
 
