@@ -14,7 +14,7 @@ from engine.training.run_dir import RunDir
 
 
 @pytest.mark.parametrize(
-    ("name", "max_kills"), [("train", 5), ("prepare --force", 5), ("rank 1 of two", 1)]
+    ("name", "max_kills"), [("train", 3), ("prepare --force", 3), ("rank 1 of two", 1)]
 )
 def test_a_command_killed_at_a_file_event_ends_the_same_when_it_is_run_again(
     name, max_kills, tmp_path

@@ -170,16 +170,18 @@ def test_every_field_of_a_state_is_checked(place):
     states += [state | changes for changes in itertools.islice(nested, 0, None, 61)]
     flags = ["--resume", "--steps", 4]
     num_refused = 0
-    for changed in states:
-        for use in (sample.load, lambda run: train_tiny(place / "data", run, *flags)):
-            write_json(path / "state.json", changed)
-            seal(path)
-            try:
-                use(place / "run")
-            except UserError as error:
-                num_refused += 1
-                assert "\n" not in str(error)
-    assert num_refused > 80
+    for index, changed in enumerate(states):
+        write_json(path / "state.json", changed)
+        seal(path)
+        try:
+            if index % 3:
+                sample.load(place / "run")
+            else:
+                train_tiny(place / "data", place / "run", *flags)
+        except UserError as error:
+            num_refused += 1
+            assert "\n" not in str(error)
+    assert num_refused > 40
     write_json(path / "state.json", state)
     seal(path)
     assert train_tiny(place / "data", place / "run", "--resume", "--steps", 6).step == 6

@@ -13,7 +13,7 @@ import train
 from engine.core.distributed import SINGLE_PROCESS
 from engine.data.batches import open_mixture
 from engine.runs.checkpoint import Checkpoint, RunState
-from engine.training import estimate, sizing
+from engine.training import sizing
 from engine.training.config import ModelSettings, RunConfig, TrainConfig
 from engine.training.optimizer import OptimizerSettings
 from engine.training.resolve import resolve
@@ -169,17 +169,6 @@ def test_adamw_has_the_rates_of_the_presets(data):
     for depth, rate in ((2, 3e-3), (6, 1e-3), (12, 6e-4)):
         config = TrainConfig(depth=depth, optimizer=OptimizerSettings(optimizer="adamw"))
         assert run_settings(config, data).optimizer.learning_rate == pytest.approx(rate)
-
-
-@pytest.mark.parametrize("size", [{"depth": 2}, {"model": ModelSettings(num_layers=2)}])
-def test_a_batch_that_does_not_fit_in_memory_is_split(data, size, monkeypatch):
-    config = TrainConfig(**size, steps=30_000, batch_size=4, dtype="float32")
-    resolved = run_settings(config, data)
-    assert resolved.micro_batch_size == 0
-    needed = sum(estimate.estimate_memory(resolved, 2, SINGLE_PROCESS).values()) / 0.9
-    for memory, rows in ((needed + 1, 2), (1.0, 1)):
-        monkeypatch.setattr(estimate, "usable_memory", lambda device, memory=memory: memory)
-        assert run_settings(config, data) == dataclasses.replace(resolved, micro_batch_size=rows)
 
 
 # Whole runs.
