@@ -35,7 +35,7 @@ from engine.data.sources.finder import INPUT_ADVICE, STDIN_NAME, find_sources
 from engine.data.sources.notes import Notes
 from engine.data.sources.source import Source
 from engine.data.tokenizer import Tokenizer, named_tokenizer
-from engine.data.tokenizer_json import MAX_VOCAB_SIZE, SPLIT_PATTERNS
+from engine.data.tokenizer_json import MAX_VOCAB_SIZE
 from engine.data.tokenizer_training import (
     DEFAULT_PATTERN,
     MIN_BPE_VOCAB_SIZE,
@@ -48,7 +48,7 @@ DEFAULT_VAL_FRACTION = 0.1
 MAX_TOKENIZER_BYTES = 2**27  # to train a BPE on: of more text, the beginning of each unit
 TRAINED_TOKENIZERS = ("char", "bpe")
 # Settings of PrepareConfig that a dataset depends on, besides its tokenizer.
-ORIGIN_SETTINGS = ["vocab_size", "pattern", "deduplicate", "field", "completion_field"]
+ORIGIN_SETTINGS = ["vocab_size", "deduplicate", "field", "completion_field"]
 ORIGIN_SETTINGS += ["chat_field", "hf_config", "hf_split", "hf_val_split", "skip_bad_rows"]
 ORIGIN_SETTINGS += ["parse_special", "prompt_suffix", "errors"]
 
@@ -65,8 +65,8 @@ class PrepareConfig:
     # char, byte, bpe (trained on this text), a tiktoken encoding (gpt2, cl100k_base, …), or the
     # path of a run, a dataset or a tokenizer.json.
     tokenizer: str = "bpe"
-    # Words of a BPE trained on this text: as in gpt2, llama3, qwen2 or smollm. None: qwen2.
-    pattern: str | None = None
+    # Words of a BPE trained on this text: as in one of these models. None: qwen2.
+    pattern: Literal["gpt2", "llama3", "qwen2", "smollm"] | None = None
     vocab_size: Annotated[int | None, Ge(MIN_BPE_VOCAB_SIZE), Le(MAX_VOCAB_SIZE)] = None
     """Tokens of a BPE trained on this text. None: from 1,024 to 8,192, by the size of the text."""
     out: Path | None = None  # Folder of the dataset; None: data/ and the name of the first input.
@@ -195,37 +195,33 @@ def check_arguments(config: PrepareConfig) -> None:
     if not config.inputs or "" in inputs:
         raise UserError(f"INPUT: missing. {INPUT_ADVICE}")
     check_ranges(config)
-    if config.pattern not in (None, *SPLIT_PATTERNS):
-        names = ", ".join(SPLIT_PATTERNS)
-        raise UserError(f"--pattern: must be one of {names} (got {config.pattern}).")
     has_val = bool(config.val or config.hf_val_split)
     if config.val_fraction is not None and has_val == bool(config.val_fraction):
         problem = f"must be 0 with --val, and greater without it (got {config.val_fraction})"
         raise UserError(f"--val-fraction: {problem}. Leave it out.")
     if any(Path(glob).is_file() for glob in config.glob) and any(map(os.path.isfile, inputs)):
         raise UserError(f"--glob: must be a pattern (got {config.glob[0]}). Quote it: '*.txt'")
-    trains_bpe = config.tokenizer == "bpe"
-    has_template = config.chat and config.tokenizer not in TRAINED_TOKENIZERS
+    is_trained = config.tokenizer in TRAINED_TOKENIZERS
+    num_forms = sum(map(bool, (config.chat, config.prompt_field, config.field)))
     can_parse = not config.chat and config.tokenizer != "char"
     has_folder = any("://" in name or Path(name).is_dir() for name in inputs)
     has_hub = any(name.startswith("hf:") for name in inputs)
     has_val_hub = any(name.startswith("hf:") for name in config.val or config.inputs)
-    num_forms = sum(map(bool, (config.chat, config.prompt_field, config.field)))
-    needs = [
-        ("vocab_size pattern", trains_bpe, "--tokenizer bpe"),
-        ("prompt_field", config.completion_field, "--completion-field"),
-        ("completion_field prompt_suffix", config.prompt_field, "--prompt-field"),
-        ("parse_special", can_parse, "text or pairs, and a --tokenizer other than char"),
-        ("chat field", num_forms < 2, "an input without --field and --prompt-field"),
-        ("chat_field", config.chat, "--chat"),
-        ("chat_template template_variable", has_template, "--chat and a --tokenizer"),
-        ("glob", has_folder, "a folder as input"),
-        ("hf_config hf_split", has_hub, "hf:NAME as input"),
-        ("hf_val_split", has_val_hub, "hf:NAME as input"),
-        ("separator", config.separator != "", "a text"),
-        ("ray", STDIN_NAME not in inputs, "files instead of standard input"),
-    ]
-    for names, is_met, need in needs:
+    needs = {
+        "vocab_size pattern": (config.tokenizer == "bpe", "--tokenizer bpe"),
+        "prompt_field": (config.completion_field, "--completion-field"),
+        "completion_field prompt_suffix": (config.prompt_field, "--prompt-field"),
+        "parse_special": (can_parse, "text or pairs, and a --tokenizer other than char"),
+        "chat field": (num_forms < 2, "an input without --field and --prompt-field"),
+        "chat_field": (config.chat, "--chat"),
+        "chat_template template_variable": (config.chat and not is_trained, "--chat, --tokenizer"),
+        "glob": (has_folder, "a folder as input"),
+        "hf_config hf_split": (has_hub, "hf:NAME as input"),
+        "hf_val_split": (has_val_hub, "hf:NAME as input"),
+        "separator": (config.separator != "", "a text"),
+        "ray": (STDIN_NAME not in inputs, "files instead of standard input"),
+    }
+    for names, (is_met, need) in needs.items():
         for name in names.split():
             is_set = getattr(config, name) not in (None, False, ())
             check_flags([(f"--{name.replace('_', '-')}", is_set, is_met, need)])
@@ -278,27 +274,25 @@ def list_sources(
         sources = find_sources(inputs, folder, config.glob, notes, config.hf_config, hub_split)
         return choose_sources(sources, reader, notes, has_globs)
 
-    val_inputs = config.val
-    if config.hf_val_split and not val_inputs:
-        val_inputs = tuple(name for name in config.inputs if name.startswith("hf:"))
-    sources = find(config.inputs, config.hf_split, spool)
+    hub_names = [name for name in config.inputs if name.startswith("hf:")]
+    val_inputs = config.val or (hub_names if config.hf_val_split else ())
     val_sources = find(val_inputs, config.hf_val_split or config.hf_split, spool / "val")
     val_files = {os.path.realpath(source.path) for source in val_sources if not source.hub_split}
     splits: dict[str, list[Source]] = {"train": [], "val": [], "test": [], "--val": []}
-    for source in sources:
+    for source in find(config.inputs, config.hf_split, spool):
         is_val = bool(val_files) and os.path.realpath(source.path) in val_files
         splits["--val" if is_val else source.split or "train"].append(source)
     if not splits["train"]:
         splits = {**splits, "train": splits["val"] + splits["test"], "val": [], "test": []}
     if not splits["train"]:
         raise UserError(f"--val: has all files of {config.inputs[0]}. Give others for training.")
-    use = "left out" if val_sources else "for validation"
-    for split, note in (
-        ("--val", "left out of training, as they are in --val"),
-        ("test", "left out, test data by their names"),
-        ("val", f"{use}, validation data by their names"),
-    ):
-        notes.add(f"files {note}", len(splits[split]), *(each.title for each in splits[split]))
+    uses = {
+        "--val": "left out of training, as they are in --val",
+        "test": "left out, test data by their names",
+        "val": f"{'left out' if val_sources else 'for validation'}, validation data by their names",
+    }
+    for split, use in uses.items():
+        notes.add(f"files {use}", len(splits[split]), *(each.title for each in splits[split]))
     if splits["val"] and not val_sources:
         need = f"inputs without validation files (got {splits['val'][0].title})"
         check_flags([("--val-fraction", config.val_fraction, False, need)])
@@ -307,19 +301,18 @@ def list_sources(
 
 def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return the settings that determine the dataset; no tokenizer: one is trained on the text."""
-    name = config.tokenizer
-    has_end_of_text = name == "bpe"
-    if tokenizer:
-        has_end_of_text = tokenizer.end_of_text_id is not None
-        if name != tokenizer.kind:  # a path, whose tokenizer may change
-            name = f"{tokenizer.kind} {tokenizer.fingerprint}"
     rule = corpus.rule
+    name = config.tokenizer
+    has_end_of_text = tokenizer.end_of_text_id is not None if tokenizer else name == "bpe"
+    if tokenizer and name != tokenizer.kind:  # a path, whose tokenizer may change
+        name = f"{tokenizer.kind} {tokenizer.fingerprint}"
     needs_separator = not (rule.has_examples or rule.is_single_document or has_end_of_text)
     is_few = rule.has_few_documents and not rule.is_single_document
     fields = examples.list_fields(config.prompt_field or ())
-    defaults = PrepareConfig((), pattern=DEFAULT_PATTERN)
+    defaults = PrepareConfig(())
     settings = {
         **{key: getattr(config, key) for key in ORIGIN_SETTINGS},
+        "pattern": config.pattern if config.pattern != DEFAULT_PATTERN else None,
         "encoding": corpus.reader.encoding,
         "prompt_field": fields[0] if len(fields) == 1 else fields,
         "document_separator": corpus.reader.separator,

@@ -135,31 +135,33 @@ class Corpus:
         self.bytes = sum(source.size for source in self.sources)
         are_plain = all(is_one_document(source, reader) for source in self.sources)
         is_single = are_plain and len(sources) == 1 and len(val_sources) <= 1
-        few = None if val_sources else self._find_few(val_fraction)
         has_examples = reader.examples is not None
-        val_prompts: tuple[bytes, ...] = ()
-        if few and has_examples:
-            if len(few) == 1:
-                problem = "must have different prompts to split its examples (got 1)"
-                raise UserError(f"{sources[0].name}: {problem}. Give others with --val.")
-            # About val_fraction of the prompts: at least one, but not all of them.
-            num_val = min(max(1, round(val_fraction * len(few))), len(few) - 1)
-            val_prompts = tuple(few[:num_val])
+        few = None if val_sources else self._find_few(val_fraction)
+        val_prompts = () if few is None or not has_examples else self._choose_val(few, val_fraction)
         self.rule = SplitRule(val_fraction, few is not None, is_single, has_examples, val_prompts)
 
-    def _find_few(self, val_fraction: float) -> list[Any] | None:
-        """Return the documents, or prompts, if there are too few to assign them by hash."""
+    def _find_few(self, val_fraction: float) -> list[bytes] | None:
+        """Return a key of each document, or each prompt's, if they are too few to use hashes."""
         num_enough = MIN_EXPECTED_DOCUMENTS / min(val_fraction, 1 - val_fraction)
-        keys: set[Any] = set()
-        for number, source in enumerate(self.sources):
+        keys: set[bytes] = set()
+        for source in self.sources:
             is_one = is_one_document(source, self.reader)  # it need not be read
             documents = [Document("")] if is_one else read_documents(source, reader=self.reader)
-            for index, document in enumerate(documents):
+            for document in documents:
                 if document.ends_document:
-                    keys.add(hash_prompt(document) if self.reader.examples else (number, index))
+                    is_example = self.reader.examples is not None
+                    keys.add(hash_prompt(document) if is_example else b"%d" % len(keys))
                 if len(keys) >= num_enough:
                     return None
         return sorted(keys)
+
+    def _choose_val(self, prompts: list[bytes], val_fraction: float) -> tuple[bytes, ...]:
+        """Return about val_fraction of few prompts: at least one, and not all of them."""
+        if len(prompts) == 1:
+            problem = "must have different prompts to split its examples (got 1)"
+            raise UserError(f"{self.sources[0].name}: {problem}. Give others with --val.")
+        num_val = min(max(1, round(val_fraction * len(prompts))), len(prompts) - 1)
+        return tuple(prompts[:num_val])
 
     @property
     def is_plain(self) -> bool:
@@ -172,8 +174,8 @@ class Corpus:
     def version(self) -> str:
         """A hash that changes with the files; "" if it is unknown whether they change."""
         versions = source_versions(self.sources)
-        content = repr((versions, self.num_val_sources))
-        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest() if versions else ""
+        content = repr((versions, self.num_val_sources)).encode()
+        return hashlib.blake2b(content, digest_size=16).hexdigest() if versions else ""
 
     def hash_content(self) -> str:
         """Hash all texts."""

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.cli import count_noun
 from engine.core.files import read_json
 from engine.data.dataset import Dataset, open_dataset
 from engine.data.split import is_target, token_ids
@@ -24,27 +23,26 @@ def describe_dataset(path: Path) -> str:
     dataset = open_dataset(path)
     manifest = dataset.manifest
     statistics = manifest["statistics"]
-    repeats = ""
-    if statistics["repeats"]:
-        repeats = f"exact repeats: {statistics['repeats']:,}, see --deduplicate"
-    if statistics["dropped"]:
-        repeats = f"exact repeats left out: {statistics['dropped']:,}"
+    repeats = "see --deduplicate" if statistics["repeats"] else ""
     rows = [
-        ("documents", statistics["documents"], repeats),
+        ("documents", statistics["documents"], ""),
+        ("repeats", statistics["repeats"], repeats),
+        ("left out", statistics["dropped"], "exact repeats"),
         ("longest", statistics["longest"], "tokens in one document"),
         ("vocabulary", manifest["vocab_size"], dataset.tokenizer.kind),
     ]
     for split, counts in manifest["splits"].items():
         ratio = f"{dataset.bytes_per_token(split):.2f} a token"
-        documents = f"{counts['documents']:,}"
-        note = f"{counts['bytes']:,} UTF-8 bytes, {ratio}, ends of documents: {documents}"
+        note = (
+            f"{counts['bytes']:,} UTF-8 bytes, {ratio}, {counts['documents']:,} ends of documents"
+        )
         if "examples" in manifest["origin"]:
             num_examples = sum(shard["tokens"] for shard in counts["lengths"])
             note = f"targets: {counts['targets']:,}, examples: {num_examples:,}"
         rows.append((f"{split} tokens", counts["tokens"], note))
-    lines = [str(path), *(format_row(*row) for row in rows), *describe_notes(path)]
-    lines += [f"  {problem}" for problem in find_val_problems(manifest)]
-    return "\n".join([*lines, describe_sample(dataset)])
+    lines = [format_row(*row) for row in rows if row[1]]
+    lines += [*describe_notes(path), *find_val_problems(manifest)]
+    return "\n".join([str(path), *lines, describe_sample(dataset)])
 
 
 def format_row(name: str, count: int, note: str) -> str:
@@ -54,28 +52,30 @@ def format_row(name: str, count: int, note: str) -> str:
 
 def describe_notes(path: Path) -> list[str]:
     """Return a line for each note for the user on a dataset, at most MAX_NOTE_LINES."""
+    notes = [*read_json(path / "manifest.json")["statistics"]["notes"].items()]
+    if len(notes) > MAX_NOTE_LINES:
+        num_more = len(notes) - MAX_NOTE_LINES + 1
+        notes[-num_more:] = [("notes more, in manifest.json", num_more)]
     lines = []
-    manifest = read_json(path / "manifest.json")
-    for text, count in manifest["statistics"]["notes"].items():
+    for text, count in notes:
         noun, _, note = text.partition(" ")
         lines.append(format_row(noun.removesuffix("s") if count == 1 else noun, count, note))
-    if len(lines) > MAX_NOTE_LINES:
-        rest = len(lines) - MAX_NOTE_LINES + 1
-        lines[-rest:] = [format_row("notes", rest, "more, in manifest.json")]
     return lines
 
 
 def find_val_problems(manifest: dict[str, Any]) -> list[str]:
-    """Return a sentence for each problem that makes the validation loss meaningless."""
+    """Return a line for each problem that makes the validation loss meaningless."""
     statistics = manifest["statistics"]
     num_val = manifest["splits"]["val"]["documents"]
+    num_distinct = statistics["val_distinct"]
     problems = []
     if statistics["val_copies"]:
-        percent = f"{statistics['val_copies'] / max(1, num_val):.0%}"
-        problems.append(f"{percent} of the validation documents are copies of training ones.")
-    if statistics["val_distinct"] < min(MIN_VAL_DOCUMENTS, num_val):
-        texts = count_noun(statistics["val_distinct"], "different text")
-        problems.append(f"The {num_val} validation documents have only {texts}.")
+        fraction = statistics["val_copies"] / max(1, num_val)
+        problems.append(
+            f"  {fraction:.0%} of the validation documents are copies of training ones."
+        )
+    if num_distinct < min(MIN_VAL_DOCUMENTS, num_val):
+        problems.append(f"  Of the {num_val} validation documents, {num_distinct} are different.")
     return problems
 
 
@@ -90,8 +90,7 @@ def describe_sample(dataset: Dataset) -> str:
         start = max(0, len(train) // 2 - NUM_SAMPLE_TOKENS // 2)
         ids, _ = train.read(start, start + NUM_SAMPLE_TOKENS)
         text = dataset.tokenizer.decode(ids.tolist()).strip("\ufffd")  # incomplete characters
-        text = escape_unprintable(text)
-    return f"  {title}:\n{textwrap.indent(text, '    ')}"
+    return f"  {title}:\n{textwrap.indent(escape_unprintable(text), '    ')}"
 
 
 def escape_unprintable(text: str) -> str:
@@ -104,7 +103,7 @@ def render_with_targets(tokenizer: Tokenizer, example: np.ndarray) -> str:
     targets = is_target(example)
     rendered = ""
     for run in np.split(np.arange(len(example)), np.flatnonzero(np.diff(targets)) + 1):
-        text = escape_unprintable(tokenizer.decode(token_ids(example[run]).tolist()))
+        text = tokenizer.decode(token_ids(example[run]).tolist())
         text = text if len(text) <= MAX_RUN_CHARACTERS else f"{text[:MAX_RUN_CHARACTERS]} …"
         if len(rendered) + len(text) > MAX_RENDERED_CHARACTERS:
             return f"{rendered} …"
