@@ -32,7 +32,7 @@ from engine.data.sources.finder import find_sources
 from engine.data.sources.notes import Notes
 from engine.data.sources.source import Source
 from engine.data.split import token_ids
-from engine.data.tokenizer import ByteTokenizer, Tokenizer, from_document, named_tokenizer
+from engine.data.tokenizer import ByteTokenizer, Tokenizer, from_document
 from engine.data.tokenizer_json import SPLIT_PATTERNS
 from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.generation.prompt_file import encode_line
@@ -276,13 +276,10 @@ def test_json_in_parquet_is_decoded(form: str, tmp_path: Path):
 # Pieces of a large document.
 
 
-@pytest.fixture(scope="module", params=[*SPLIT_PATTERNS, "tiktoken gpt2", "cl100k_base"])
+@pytest.fixture(scope="module", params=[*SPLIT_PATTERNS])
 def tokenizer(request: pytest.FixtureRequest, code: str) -> Tokenizer:
-    if request.param in SPLIT_PATTERNS:
-        chinese = "".join(random.Random(0).choices("漢字かな一ゖ。、，！？", k=20_000))
-        return train_bpe_tokenizer([code, chinese], 2000, request.param)
-    request.getfixturevalue("tiktoken_cache")
-    return named_tokenizer(request.param.removeprefix("tiktoken "))
+    chinese = "".join(random.Random(0).choices("漢字かな一ゖ。、，！？", k=20_000))
+    return train_bpe_tokenizer([code, chinese], 2000, request.param)
 
 
 SPACES = [" ", " ", "\n", "\n", "  ", "    ", "\n   ", "   \n", " \n", "\n\n", "\r\n", "\r\n\r\n"]
@@ -369,11 +366,9 @@ UNIT = "ein Satz, schön und 漢字 🚀\n"
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.txt", UNIT * 300_000),
-        ("a%.txt", f"{UNIT}%" * 300_000),
+        ("a.txt", UNIT * 200_000),
+        ("a%.txt", f"{UNIT}%" * 200_000),
         ("a.jsonl", '{"text": "' + "word " * 99 + '"}\n'),
-        ("a.csv", "text\n" + f'"{UNIT}"\n' * 300_000),
-        ("a.parquet", {}),
         ("a.parquet", {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}),
     ],
 )
@@ -390,7 +385,7 @@ def test_memory_is_that_of_a_few_records(name: str, content: Any, tmp_path: Path
     command = [sys.executable, "-c", MEASURE, path]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     num_read, peak_kilobytes = map(int, result.stdout.split())
-    assert num_read >= 6 * 10**6 and peak_kilobytes < (200_000 if "parquet" in name else 85_000)
+    assert num_read >= 4 * 10**6 and peak_kilobytes < (200_000 if "parquet" in name else 85_000)
 
 
 # One text has the same ids in every file, command and turn.

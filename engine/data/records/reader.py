@@ -195,7 +195,9 @@ def _find_problem(source: Source, reader: Reader) -> UserError | None:
     try:
         with open_text(source, reader, Notes()) as file:
             head = file.read(SNIFFED_BYTES)
-        decode_utf8(head.rstrip(CONTINUATION_BYTES)[:-1], reader, Notes(), is_head=True)
+        if len(head) == SNIFFED_BYTES:  # it may end inside a character
+            head = head.rstrip(CONTINUATION_BYTES)[:-1]
+        decode_utf8(head, reader, Notes(), is_head=True)
     except UserError as error:
         if "git lfs" in str(error):  # the texts themselves may be missing
             raise
