@@ -8,7 +8,7 @@ parameters. This is the definition; engine/nn has fast implementations of the sa
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, cast
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from engine.nn import bounds
 from engine.nn.attention import Context, Contexts, attend
+from engine.nn.bounds import AUTO, Auto
 from engine.nn.layers import FusedLinear, dropout, make_embedding, make_norm, make_qk_norm
 from engine.nn.loss import soft_cap, training_loss, validation_loss
 from engine.nn.positions import rotate, rotations, sinusoids, token_positions
@@ -25,9 +26,18 @@ from engine.nn.specs import ParameterSpec, draw_initial_values, match_specs
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """How a GPT computes, apart from its size. The defaults are a modern recipe."""
+class ModelConfig:
+    """Architecture and size of a GPT. The defaults are a modern recipe."""
 
+    vocab_size: Auto[bounds.Width] = AUTO  # Number of tokens, padding included; None: the data's.
+    # Most tokens of a training row, and the context of a new model. None: fits the examples, or
+    # that of the base model's rows; else 256, or chosen with the size.
+    context_length: Auto[bounds.Width] = AUTO
+    num_layers: Auto[bounds.Count] = AUTO  # Transformer blocks. None: 2, or chosen with the size.
+    num_heads: Auto[bounds.Count] = AUTO  # Heads of a block. None: 2, or chosen with the size.
+    d_model: Auto[bounds.Width] = AUTO  # Width of the stream. None: 128, or from the size.
+    # Probability of zeroing an activation during training. None: 0, or chosen with the size.
+    dropout: Auto[bounds.Probability] = AUTO
     num_kv_heads: bounds.Count | None = None  # Key-value heads (grouped-query); None: num_heads.
     head_dim: bounds.Width | None = None  # Width of a head; None: d_model / num_heads.
     windows: bounds.Windows | None = None  # Tokens of each layer's window, repeated; 0: no window.
@@ -48,18 +58,6 @@ class Architecture:
     scale_embeddings: bool = False  # Multiply token embeddings by √d_model (2017).
     logit_softcap: bounds.Cap = 0.0  # Largest absolute logit, by a smooth bound; 0: no bound.
     attention: Literal["fused", "loop"] = "fused"  # All heads at once, or Head.forward of each.
-
-
-@dataclass(frozen=True)
-class ModelConfig(Architecture):
-    """Architecture and size of a GPT."""
-
-    vocab_size: bounds.Width = field(kw_only=True)  # Number of tokens, padding included.
-    context_length: bounds.Width = 256  # Number of positions that attention spans.
-    num_layers: bounds.Count = 2  # Number of Transformer blocks.
-    num_heads: bounds.Count = 2  # Number of attention heads in each block.
-    d_model: bounds.Width = 128  # Width of the residual stream.
-    dropout: bounds.Probability = 0.0  # Probability of zeroing an activation during training.
 
     @property
     def head_width(self) -> int:
@@ -250,6 +248,7 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig):
         """Raise ValueError for a parameter without exactly one spec."""
         super().__init__()
+        config = bounds.set_default_sizes(config)
         self.config = config
         # Draw the seed first: on some devices, constructing a layer draws random numbers.
         self.seed = int(torch.randint(2**62, (), device="cpu"))

@@ -39,7 +39,7 @@ from engine.report.callback import default_callbacks
 from engine.runs.checkpoint import Checkpoint, ModifyModel, check_modification
 from engine.runs.run_files import find_checkpoint
 from engine.training.callbacks import print_summary
-from engine.training.config import BUILT_IN_DATA, RunConfig, TrainConfig, load_config
+from engine.training.config import BUILT_IN_DATA, TrainConfig, load_config
 from engine.training.estimate import describe_plan
 from engine.training.resolve import load_questions, resolve
 from engine.training.run_dir import RunDir
@@ -215,7 +215,7 @@ def evaluate(
 ) -> Record | None:
     """Return the record of an evaluation, on the same windows of each dataset; None if stopped.
 
-    The last evaluation may have more windows: see :meth:`RunConfig.evaluation_tokens`.
+    The last evaluation may have more windows: see :meth:`TrainConfig.evaluation_tokens`.
     """
     dist_ctx = trainer.dist_ctx
     passes = trainer.passes
@@ -302,7 +302,7 @@ def open_base(
 
 def measure_step_seconds(
     dist_ctx: DistributedContext,
-    config: RunConfig,
+    config: TrainConfig,
     data: Dataset,
     modify_model: ModifyModel | None = None,
 ) -> float:

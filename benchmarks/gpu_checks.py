@@ -24,7 +24,7 @@ from engine.generation.decoding_engine import DecodingEngine
 from engine.nn.acceleration import can_capture_graphs
 from engine.nn.attention import DocumentAttention, attend
 from engine.nn.inference import build_decoder
-from engine.training.config import RunConfig, load_config
+from engine.training.config import TrainConfig, load_config
 from engine.training.passes import describe_update_difference
 from engine.training.resolve import resolve
 from engine.training.trainer import NUM_CHECKED_PASSES, Trainer
@@ -90,7 +90,7 @@ def release(device: torch.device) -> None:
     release_memory(device)
 
 
-def resolve_run(device: torch.device, data: Path, *flags: str) -> tuple[RunConfig, Dataset]:
+def resolve_run(device: torch.device, data: Path, *flags: str) -> tuple[TrainConfig, Dataset]:
     """Return the settings of a run without a folder, and its data."""
     dist_ctx = DistributedContext(device=device)
     config = load_config([*flags, "--data", str(data)])

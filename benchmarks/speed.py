@@ -46,7 +46,7 @@ from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.sampling import TextOptions, draw_ids, noise_states
 from engine.nn.inference import build_decoder
 from engine.report.callback import processor_name
-from engine.training.optimizer import Optimizer, OptimizerConfig
+from engine.training.optimizer import Optimizer, OptimizerConfig, default_rates
 from model import GPT, ModelConfig
 
 SMALL_CONFIG = ModelConfig(
@@ -155,7 +155,9 @@ class Bench:
     def make_optimizer(self, model: GPT, name: Literal["muon", "adamw"]) -> Optimizer:
         """Make the trainer's optimizer."""
         dist_ctx = DistributedContext(device=self.device)
-        return Optimizer(model, OptimizerConfig(optimizer=name), dist_ctx, self.dtype)
+        rates = default_rates(name, model.config.d_model, 2048)
+        config = OptimizerConfig(optimizer=name, **rates)
+        return Optimizer(model, config, dist_ctx, self.dtype)
 
     def make_step(self, loss: Call, optimizer: Any, dtype: torch.dtype | None = None) -> Call:
         """Make a training step: forward in mixed precision, backward, clip, update."""

@@ -39,7 +39,7 @@ from engine.generation import decoding_engine
 from engine.nn import attention
 from engine.nn.acceleration import GRAPH_POOLS, GraphPool
 from engine.training import passes, trainer
-from engine.training.config import RunConfig
+from engine.training.config import TrainConfig, make_run_config
 from engine.training.optimizer import OptimizerConfig
 from model import ModelConfig
 from train import train_step
@@ -146,9 +146,11 @@ class ImitatedPool(GraphPool):
 
 def train_and_decode(change, config, optimizer, **settings):
     """Train for two steps; without a change, decode in both ways; yield each phase after it."""
-    settings |= {"model": ModelConfig(**config), "optimizer": OptimizerConfig(**optimizer)}
+    settings = {"dtype": "float32", "compile": False, **settings}
+    groups = {"model": ModelConfig(**config), "optimizer": OptimizerConfig(**optimizer)}
     dist_ctx = DistributedContext(device=choose_device("auto"))
-    run = trainer.Trainer(RunConfig(**settings), dist_ctx, open_mixture((Path(sys.argv[2]),)))
+    run_config = make_run_config(TrainConfig(**settings, **groups), {}, dist_ctx)
+    run = trainer.Trainer(run_config, dist_ctx, open_mixture((Path(sys.argv[2]),)))
     if change:
         layer, compute = CHANGES[change]
         run.model.get_submodule(layer).register_forward_hook(lambda _, inputs, y: compute(y))

@@ -120,7 +120,8 @@ def texts_of(file: Path | Source, notes: Notes | None = None, **options: Any) ->
     return [document.text for document in documents]
 
 
-SMALL = ModelConfig(vocab_size=37, context_length=16, num_layers=2, num_heads=3, d_model=24)
+SIZES = {"context_length": 16, "num_layers": 2, "num_heads": 3, "d_model": 24}
+SMALL = ModelConfig(vocab_size=37, dropout=0.0, **SIZES)
 GPT2 = {
     "position": "learned",
     "norm": "layernorm",

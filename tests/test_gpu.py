@@ -36,7 +36,7 @@ from engine.nn.acceleration import checkpoint_activations
 from engine.nn.attention import attend
 from engine.nn.inference import build_decoder
 from engine.nn.loss import IGNORE_INDEX
-from engine.training.config import RunConfig
+from engine.training.config import TrainConfig, make_run_config
 from engine.training.estimate import activation_bytes
 from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig
@@ -268,6 +268,7 @@ def test_a_plan_s_memory_is_what_a_micro_batch_allocates(gpu, kind, lean):
         loss.backward()
 
     measured = measure_peak_bytes(gpu, compute)
-    run_config = RunConfig(model=config, dtype="bfloat16", checkpoint_activations=lean)
-    estimate = activation_bytes(run_config, 8, DistributedContext(device=gpu))
+    typed = TrainConfig(model=config, dtype="bfloat16", checkpoint_activations=lean)
+    dist_ctx = DistributedContext(device=gpu)
+    estimate = activation_bytes(make_run_config(typed, {}, dist_ctx), 8, dist_ctx)
     assert estimate == pytest.approx(measured, rel=0.2)

@@ -55,15 +55,14 @@ from engine.training.callbacks import MetricsFile, Terminal
 from engine.training.config import (
     BUILT_IN_DATA,
     CHANGEABLE_SETTINGS,
-    ModelSettings,
-    RunConfig,
+    COMMAND_DEFAULTS,
     TrainConfig,
     make_run_config,
 )
 from engine.training.resolve import SETTINGS_IGNORED_ON_RESUME
 from engine.training.run_dir import RunDir
 from engine.training.trainer import Callback, Trainer
-from model import GPT
+from model import GPT, ModelConfig
 from prepare import main as prepare_command
 
 # Evaluations at 6, 12, …, 30 and saves at 8, 16, 24: both at 24.
@@ -519,7 +518,8 @@ FIXED_FLAGS = """
 """
 
 
-FIXED_SETTINGS = dict(iterate_hints(RunConfig)).keys() - CHANGEABLE_SETTINGS
+RUN_SETTINGS = dict(iterate_hints(TrainConfig)).keys() - COMMAND_DEFAULTS.keys()
+FIXED_SETTINGS = RUN_SETTINGS - CHANGEABLE_SETTINGS
 CHANGED_ELSEWHERE = {"minutes", "compile", "base"}
 
 
@@ -548,7 +548,7 @@ def test_a_resumed_run_may_change_paths_speed_length_and_reports(base, numbers, 
 
 
 def test_a_resumed_run_may_change_nothing_else_and_each_change_is_named(base, numbers):
-    names = FIXED_SETTINGS - {"mix", "frozen_dtype"}  # tests/data/test_mixture.py
+    names = FIXED_SETTINGS - {"mix", "frozen_dtype", "model_context"}  # tests/data/test_mixture.py
     settings = (base / "config.toml").read_bytes()
     arguments = tiny(numbers, base, *SHORT_FLAGS, *FIXED_FLAGS.split(), "--resume")
     config = load_settings(TrainConfig, arguments)
@@ -629,7 +629,7 @@ def test_a_preset_has_its_documented_size_and_says_how_to_prepare_its_data():
 
 def test_train_returns_the_trainer_and_prints_nothing(numbers, tmp_path, capfd):
     out = tmp_path / "run"
-    model = ModelSettings(num_layers=1, num_heads=2, d_model=16, context_length=16)
+    model = ModelConfig(num_layers=1, num_heads=2, d_model=16, context_length=16)
     config = TrainConfig(data=numbers, out=out, steps=3, batch_size=4, device="cpu", model=model)
     assert train.train(config, callbacks=(), should_stop=lambda: True).step == 0
     assert not list_checkpoints(out)

@@ -4,14 +4,28 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 from annotated_types import Ge, Le
 
 from engine.core.errors import UserError
 
+Value = TypeVar("Value")
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError  # imported where used, for a fast --help
+
+    # Types of settings are those of a run, in which no value is None.
+    Auto = Annotated[Value, "or None"]
+else:
+
+    class Auto:
+        """A setting of that type, or None: then it is chosen automatically."""
+
+        def __class_getitem__(cls, hint: Any) -> Any:
+            return hint | None
+
+
+AUTO: Any = None
 
 MAX_QUOTED_CHARACTERS = 60  # of a value in a message
 MAX_INTEGER = 2**63
@@ -40,7 +54,7 @@ def field_values(config: Any) -> dict[str, Any]:
     return values
 
 
-def check_ranges(config: Any, prefix: str = "--") -> None:
+def check_ranges(config: Any) -> None:
     """Raise UserError for a setting of another type than its annotation, or out of its bounds."""
     from pydantic import ValidationError
 
@@ -49,8 +63,7 @@ def check_ranges(config: Any, prefix: str = "--") -> None:
         try:
             _adapter(hint).validate_python((values[name],))
         except ValidationError as error:
-            flag = name.replace("_", "-") if prefix else name
-            raise _user_error(error, f"{prefix}{flag}") from None
+            raise _user_error(error, f"--{name.replace('_', '-')}") from None
 
 
 def convert(value: Any, hint: Any, name: str) -> Any:

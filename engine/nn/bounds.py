@@ -1,10 +1,13 @@
-"""The bounds of the numbers of a model, and which of them fit each other."""
+"""The bounds of the numbers of a model, which of them fit each other, and default sizes."""
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
-from engine.core.values import check_ranges
+from engine.core.errors import UserError
+from engine.core.values import AUTO, check_ranges
+from engine.core.values import Auto as Auto
 
 Count = Annotated[int, Ge(1), Le(10**4)]
 Width = Annotated[int, Ge(1), Le(10**7)]
@@ -15,22 +18,32 @@ Factors = tuple[Annotated[float, Gt(0), Le(1e9)], ...]
 Epsilon = Annotated[float, Gt(0), Le(1)]
 Cap = Annotated[float, Ge(0), Le(1e6)]
 
+DEFAULT_SIZES: dict[str, Any] = {"context_length": 256, "num_layers": 2, "num_heads": 2}
+DEFAULT_SIZES |= {"d_model": 128, "dropout": 0.0}
+
+
+def set_default_sizes(config: Any) -> Any:
+    """Return a ModelConfig with a default for every size that is None, but the vocabulary's."""
+    if config.vocab_size is None:
+        raise UserError("--vocab-size: must be a number of tokens (got None). Set it.")
+    unset = {name: size for name, size in DEFAULT_SIZES.items() if getattr(config, name) is AUTO}
+    return replace(config, **unset) if unset else config
+
 
 def check_model_config(config: Any) -> None:
-    """Raise ValueError for numbers of a ModelConfig that do not fit each other.
-
-    Raises UserError for a value of another type, or out of bounds.
-    """
-    check_ranges(config, prefix="")
+    """Raise UserError for numbers of a ModelConfig out of bounds, or that do not fit each other."""
+    check_ranges(config)
     heads = config.num_heads
+    if heads is None or config.d_model is None:
+        return  # until they are chosen
     if config.head_dim is None and config.d_model % heads:
-        raise ValueError(f"num_heads must divide d_model {config.d_model} (got {heads})")
+        raise UserError(f"--num-heads: must divide --d-model {config.d_model} (got {heads}).")
     if heads % config.num_groups:
-        raise ValueError(f"num_kv_heads must divide num_heads {heads} (got {config.num_groups})")
+        raise UserError(f"--num-kv-heads: must divide {heads} heads (got {config.num_groups}).")
     if config.position == "rope" and config.head_width % 2:
-        raise ValueError(f"head_dim must be even for RoPE (got {config.head_width})")
+        raise UserError(f"--head-dim: must be even for RoPE (got {config.head_width}).")
     scaling = config.rope_scaling
     is_blend = scaling is not None and len(scaling) == 4 and scaling[1] < scaling[2]
     if not (scaling is None or len(scaling) == 1 or is_blend):
         form = "FACTOR, or FACTOR LOW HIGH LENGTH with LOW below HIGH, all positive"
-        raise ValueError(f"rope_scaling must be {form} (got {scaling})")
+        raise UserError(f"--rope-scaling: must be {form} (got {scaling}).")

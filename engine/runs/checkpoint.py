@@ -18,6 +18,7 @@ from engine.core import files
 from engine.core.errors import UserError
 from engine.core.values import Count, Seconds, convert
 from engine.nn.attention import check_attention
+from engine.nn.bounds import set_default_sizes
 from engine.nn.lora import add_lora, merge_updates
 from model import GPT, ModelConfig
 
@@ -59,6 +60,7 @@ class RunState:
     is_modified: bool = False  # by a function of the caller of train()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "model", set_default_sizes(self.model))
         for record in (self.evaluation, self.best_evaluation):
             if record is not None and not isinstance(record.get("val_loss"), float):
                 raise ValueError(f"an evaluation must have val_loss (got {record})")

@@ -163,7 +163,7 @@ def read_wandb_id(out: Path) -> str:
 def describe_training(trainer: Trainer) -> str:
     """Return lines about data, model and run, and about examples longer than the context."""
     config = trainer.config
-    model = config.model
+    model = config.model_config
     data = trainer.data
     length = describe_length(config, trainer.tokens_per_step, data.epoch_tokens)
     is_longer = model.context_length > config.context_length

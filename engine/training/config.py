@@ -1,11 +1,11 @@
-"""Every setting of a training run, as a user types it and as the run has it."""
+"""Every setting of a training run: typed, where None means automatic, and complete."""
 
 import contextlib
 import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,14 +17,14 @@ from engine.core.device import choose_dtype
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
 from engine.core.settings import build, check_flags, load_settings, read_toml
-from engine.core.values import field_values
+from engine.core.values import AUTO, Auto, field_values
 from engine.data.batches import dataset_paths
 from engine.data.dataset import dataset_name
 from engine.nn.acceleration import can_capture_graphs
-from engine.nn.bounds import Count, Probability, Width
+from engine.nn.bounds import DEFAULT_SIZES
 from engine.runs.run_files import find_newest_run, list_checkpoints
-from engine.training.optimizer import OptimizerConfig, OptimizerSettings, default_rates
-from model import Architecture, ModelConfig
+from engine.training.optimizer import OptimizerConfig, default_rates
+from model import ModelConfig
 
 BUILT_IN_DATA = Path("data/pydocs")
 DEFAULT_MINUTES = 2  # if neither a length nor a size is set
@@ -38,23 +38,8 @@ WINDOW_WARMUP_FRACTION = 0.2  # of the run, where tokens are pieces of words
 
 
 @dataclass(frozen=True)
-class ModelSettings(Architecture):
-    """The model as a user sets it. None means that the value is chosen automatically."""
-
-    vocab_size: Width | None = None  # Number of tokens, padding included; None: the tokenizer's.
-    # Most tokens of a training row, and the context of a new model. None: fits the examples, or
-    # that of the base model's rows; else 256, or chosen with the size.
-    context_length: Width | None = None
-    num_layers: Count | None = None  # Transformer blocks. None: 2, or chosen with the size.
-    num_heads: Count | None = None  # Attention heads of a block. None: 2, or chosen with the size.
-    d_model: Width | None = None  # Width of the residual stream. None: 128, or from the size.
-    # Probability of zeroing an activation during training. None: 0, or chosen with the size.
-    dropout: Probability | None = None
-
-
-@dataclass(frozen=True)
-class CommonConfig:
-    """The settings that no run chooses automatically."""
+class TrainConfig:
+    """Train a GPT on a dataset: python train.py [FILE.toml or TEXT] [flags]; flags win."""
 
     # One or more datasets that prepare.py wrote; --mix sets the fraction of each.
     data: tuple[Path, ...] = (BUILT_IN_DATA,)
@@ -96,42 +81,39 @@ class CommonConfig:
     score_file: Path | None = None
     score_examples: Annotated[int, Ge(1)] = 200  # Most questions to score.
     best_by: Literal["loss", "score"] = "loss"  # Which checkpoint is the best.
-
-
-@dataclass(frozen=True)
-class TrainConfig(CommonConfig):
-    """Train a GPT on a dataset: python train.py [FILE.toml or TEXT] [flags]; flags win."""
-
     # A file or folder of text instead of --data, to prepare first: python prepare.py TEXT.
     text: str = ""
     # With a folder as TEXT: as in prepare.py; the flag may be repeated.
     glob: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     # The run directory, for checkpoints, metrics and pictures. None: out/NAME for --data data/NAME.
-    out: Path | None = None
+    out: Auto[Path] = AUTO
     # Number of layers and of heads, and width / 64. None: chosen from --minutes or --steps.
-    depth: Annotated[int | None, Ge(1), Le(24)] = None
+    depth: Auto[Annotated[int, Ge(1), Le(24)]] = AUTO
     # Optimizer steps in total. None: 1,200. In a run in minutes an upper limit; None: no limit.
-    steps: Annotated[int | None, Ge(1), Le(MAX_STEPS)] = None
+    steps: Auto[Annotated[int, Ge(1), Le(MAX_STEPS)]] = AUTO
     # Sequences in one optimizer step, over all ranks. None: 16, or chosen with the size.
-    batch_size: Annotated[int | None, Ge(1), Le(10**6)] = None
+    batch_size: Auto[Annotated[int, Ge(1), Le(10**6)]] = AUTO
     # Sequences in one forward pass; fewer save memory. 0: all. None: all, if they fit in memory.
-    micro_batch_size: Annotated[int | None, Ge(0)] = None
+    micro_batch_size: Auto[Annotated[int, Ge(0)]] = AUTO
     # Steps between evaluations. None: 500; with --minutes, every 10% of the run or ten minutes.
-    eval_every: Annotated[int | None, Ge(1)] = None
+    eval_every: Auto[Annotated[int, Ge(1)]] = AUTO
     # Steps between checkpoints, besides new best ones. None: 500; with --minutes as for eval_every.
-    save_every: Annotated[int | None, Ge(1)] = None
+    save_every: Auto[Annotated[int, Ge(1)]] = AUTO
     # Precision of matrix products. auto: bfloat16 where that is fast, else float32.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    compile: bool | None = None  # Compile the model. None: on CUDA.
+    compile: Auto[bool] = AUTO  # Compile the model. None: on CUDA.
     # With LoRA: dtype of frozen embeddings. None: that of the base, or float32 without bfloat16.
-    frozen_dtype: Literal["float32", "bfloat16"] | None = None
+    frozen_dtype: Auto[Literal["float32", "bfloat16"]] = AUTO
     # With LoRA: train token embeddings and head too. None: if the data has tokens new to the base.
-    train_tokens: bool | None = None
+    train_tokens: Auto[bool] = AUTO
     resume: bool = False  # Continue --out or, without --out and --data, the newest run in out/.
     auto_resume: bool = False  # The same if there is one, else start: one command for both.
     plan: bool = False  # Print memory, operations and time; do not train.
-    model: ModelSettings = field(default_factory=ModelSettings)
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    # Positions of the model of a run, if its rows are shorter.
+    model_context: tyro.conf.Suppress[Annotated[int, Ge(0), Le(10**7)]] = 0
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
         """Raise UserError for settings that contradict each other."""
@@ -143,8 +125,9 @@ class TrainConfig(CommonConfig):
                 problem = f"must not be inside the dataset {path} (got {self.out_path})"
                 raise UserError(f"--out: {problem}. Use another directory.")
         warmup_steps = self.optimizer.warmup_steps
-        is_default = warmup_steps == OptimizerSettings.warmup_steps
-        if self.steps and self.steps <= warmup_steps and not is_default:
+        is_default = warmup_steps == OptimizerConfig.warmup_steps
+        has_steps = self.steps and not self.minutes
+        if has_steps and self.steps <= warmup_steps and not is_default:
             problem = f"must exceed --warmup-steps {warmup_steps} (got {self.steps})"
             raise UserError(f"--steps: {problem}. Use fewer warmup steps.")
 
@@ -158,29 +141,19 @@ class TrainConfig(CommonConfig):
         """The run directory; by default it is named after the datasets."""
         return self.out or Path("out", "+".join(path.resolve().name for path in self.data))
 
+    @property
+    def context_length(self) -> int:
+        """The most tokens of a row."""
+        return self.model.context_length
 
-@dataclass(frozen=True)
-class RunConfig(CommonConfig):
-    """TrainConfig with a value for everything that is automatic: see :func:`make_run_config`."""
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model: its context may be longer than the rows, as that of a base model."""
+        return replace(self.model, context_length=max(self.model_context, self.context_length))
 
-    model: ModelConfig = field(kw_only=True)
-    out: Path = Path("out/pydocs")
-    # Most tokens of a row, at most the model's context; 0: that. flatten() has the later field.
-    context_length: int = 0
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    steps: int | None = None  # None: until the minutes are used up
-    batch_size: int = 16  # sequences, over all ranks
-    micro_batch_size: int = 0  # sequences of a rank in one forward pass; 0: all
-    eval_every: int | None = None  # steps; None: chosen during a run in minutes
-    save_every: int | None = None
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    compile: bool = False
-    frozen_dtype: Literal["float32", "bfloat16"] = "float32"
-    train_tokens: bool = False
-
-    def __post_init__(self) -> None:
-        context_length = self.context_length or self.model.context_length
-        object.__setattr__(self, "context_length", context_length)
+    def with_rows(self, length: int) -> "TrainConfig":
+        """Return the config with rows of at most that many tokens."""
+        return replace(self, model=replace(self.model, context_length=length))
 
     def captures_steps(self, dist_ctx: DistributedContext) -> bool:
         """Return whether training steps are replayed as CUDA graphs."""
@@ -201,6 +174,11 @@ class RunConfig(CommonConfig):
         return self.micro_batch_size or self.batch_size // dist_ctx.size
 
 
+DEFAULTS: dict[str, Any] = {"batch_size": 16, "micro_batch_size": 0}
+DEFAULTS |= {"frozen_dtype": "float32", "train_tokens": False}
+# What a command asks for once: a run has none of it.
+COMMAND_DEFAULTS: dict[str, Any] = {"text": "", "glob": (), "depth": None, "plan": False}
+COMMAND_DEFAULTS |= {"resume": False, "auto_resume": False}
 MAX_SETTINGS_BYTES = 2**14  # of a file of settings of another trainer
 YAML_PATTERN = r" *(- )?[\w.-]+:( .*)?| *- .*|---"
 # Suffix of settings of another trainer → what each line is.
@@ -285,37 +263,34 @@ def check_config(config: TrainConfig, flags: set[str]) -> None:
         check_flags((flag, flag in flags, is_met, need) for flag in names.split())
 
 
-def set_values(config: TrainConfig | RunConfig) -> dict[str, Any]:
+def set_values(config: TrainConfig) -> dict[str, Any]:
     """Return the settings that are not chosen automatically, by name."""
     return {name: value for name, value in field_values(config).items() if value is not None}
 
 
 def make_run_config(
     config: TrainConfig, sizes: dict[str, Any], dist_ctx: DistributedContext
-) -> RunConfig:
-    """Return the settings of a run with a vocabulary size: those that are typed win over sizes."""
-    values = {**sizes, **set_values(config)}
-    d_model = values.get("d_model", ModelConfig.d_model)
+) -> TrainConfig:
+    """Return the config of a run, with a value for each None; what is typed wins over sizes.
+
+    The length of a run may be steps or minutes alone, and its intervals None in minutes.
+    """
+    values = {**DEFAULT_SIZES, **DEFAULTS, **sizes, **set_values(config), **COMMAND_DEFAULTS}
     is_window_fixed = bool(config.init_from) or values["vocab_size"] <= MAX_CHARACTER_VOCAB_SIZE
-    batch_size = values.get("batch_size", RunConfig.batch_size)
-    step_tokens = batch_size * values.get("context_length", ModelConfig.context_length)
-    defaults = {
-        **default_rates(config.optimizer.optimizer, d_model, step_tokens, bool(config.init_from)),
-        "window_warmup": 0.0 if is_window_fixed else WINDOW_WARMUP_FRACTION,
-        "compile": dist_ctx.device.type == "cuda",
-    }
+    step_tokens = values["batch_size"] * values["context_length"]
+    kind = config.optimizer.optimizer
+    defaults = default_rates(kind, values["d_model"], step_tokens, bool(config.init_from))
+    defaults["compile"] = dist_ctx.device.type == "cuda"
+    if not is_window_fixed:
+        defaults["window_warmup"] = WINDOW_WARMUP_FRACTION
     if config.lora_rank:
         defaults["learning_rate"] = LORA_LEARNING_RATE
     if not values.get("minutes"):
         defaults["steps"] = DEFAULT_STEPS
         defaults["eval_every"] = DEFAULT_INTERVAL_STEPS
         defaults["save_every"] = DEFAULT_INTERVAL_STEPS
-    dtype = str(choose_dtype(config.dtype, dist_ctx.device, d_model)).removeprefix("torch.")
-    if dtype != "bfloat16" and values.get("frozen_dtype") == "bfloat16":
+    dtype = str(choose_dtype(config.dtype, dist_ctx.device, values["d_model"])).split(".")[-1]
+    if dtype != "bfloat16" and values["frozen_dtype"] == "bfloat16":
         problem = f"needs --dtype bfloat16 (got {dtype})"
         raise UserError(f"--frozen-dtype: {problem}. Add it, or leave this out.")
-    try:
-        return build(RunConfig, {**defaults, **values, "out": config.out_path, "dtype": dtype})
-    except ValueError as error:  # of ModelConfig, and starts with the name of a setting
-        name, _, problem = str(error).partition(" ")
-        raise UserError(f"--{name.replace('_', '-')}: {problem}.") from None
+    return build(TrainConfig, {**defaults, **values, "out": config.out_path, "dtype": dtype})

@@ -16,7 +16,7 @@ from engine.core.errors import UserError
 from engine.nn.attention import MAX_UNFUSED_POSITIONS
 from engine.nn.loss import max_chunk_rows
 from engine.runs.checkpoint import build_meta_model
-from engine.training.config import RunConfig
+from engine.training.config import TrainConfig
 from engine.training.optimizer import OPTIMIZER_KINDS
 from model import ModelConfig
 
@@ -34,7 +34,7 @@ AVERAGES_PER_EPOCH = 8
 cached_meta_model = functools.cache(build_meta_model)
 
 
-def lora_arguments(config: RunConfig) -> tuple[Any, ...]:
+def lora_arguments(config: TrainConfig) -> tuple[Any, ...]:
     """Return the arguments of add_lora for a run; () without LoRA."""
     dtypes = (DTYPE_BY_NAME[config.dtype], DTYPE_BY_NAME[config.frozen_dtype])
     return (config.lora_rank, *dtypes, config.train_tokens) if config.lora_rank else ()
@@ -56,7 +56,7 @@ def estimate_overfitting(epochs: float, num_weights: int, num_tokens: float) -> 
 
 
 def averaging_weight(
-    config: RunConfig, step: int, step_tokens: int, epoch_tokens: float, is_last: bool
+    config: TrainConfig, step: int, step_tokens: int, epoch_tokens: float, is_last: bool
 ) -> float:
     """Return the weight of the parameters after a step in their moving average; 0: do not average.
 
@@ -72,7 +72,7 @@ def averaging_weight(
     return interval / (interval + min(2 * overfitting, MAX_AVERAGED_EPOCHS))
 
 
-def flops_per_token(config: RunConfig) -> float:
+def flops_per_token(config: TrainConfig) -> float:
     """Return the operations of a training step per token, of products with weights and attention.
 
     They are 6 for each weight, of which 2 are of its gradient: 4 if it is frozen.
@@ -85,7 +85,7 @@ def flops_per_token(config: RunConfig) -> float:
     return num_per_weight * num_weights + 12 * model.num_heads * model.head_width * num_scores
 
 
-def activation_bytes(config: RunConfig, rows: int, dist_ctx: DistributedContext) -> float:
+def activation_bytes(config: TrainConfig, rows: int, dist_ctx: DistributedContext) -> float:
     """Return the peak bytes of a forward and backward pass, without weights and gradients.
 
     Blocks store what their backward pass needs; at the peak there are the logits too. With
@@ -129,13 +129,15 @@ def memory_limit(dist_ctx: DistributedContext) -> float:
     return usable_memory(dist_ctx.device) / num_ranks
 
 
-def estimate_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) -> dict[str, float]:
+def estimate_memory(
+    config: TrainConfig, rows: int, dist_ctx: DistributedContext
+) -> dict[str, float]:
     """Return the bytes that a rank needs, by purpose, for micro-batches of ``rows`` sequences.
 
     The sum is within MEMORY_ERROR of what is used. With FSDP, a rank also has the full weights
     outside the blocks and of two blocks. With DDP and captured steps, gradients exist twice.
     """
-    model = cached_meta_model(config.model, lora_arguments(config))
+    model = cached_meta_model(config.model_config, lora_arguments(config))
     num_trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     weights = sum(param.nbytes for param in model.parameters())
     gradients = 4 * num_trained
@@ -167,7 +169,9 @@ def micro_batch_sizes(batch_rows: int, max_rows: int) -> list[int]:
     return [n for n in range(max_rows, 0, -1) if batch_rows % n == 0]
 
 
-def fit_micro_batches(config: RunConfig, dist_ctx: DistributedContext, length: int) -> RunConfig:
+def fit_micro_batches(
+    config: TrainConfig, dist_ctx: DistributedContext, length: int
+) -> TrainConfig:
     """Return the config, with micro-batches if none are set and the batch does not fit in memory.
 
     They are the largest that fit, or one sequence. ``length`` is that of the longest sequence.
@@ -175,21 +179,21 @@ def fit_micro_batches(config: RunConfig, dist_ctx: DistributedContext, length: i
     batch_rows = config.batch_size // dist_ctx.size
     if config.micro_batch_size or not batch_rows:  # fewer sequences than ranks are refused later
         return config
-    longest = replace(config, context_length=length)
+    longest = config.with_rows(length)
     sizes = micro_batch_sizes(batch_rows, batch_rows)
     rows = next((rows for rows in sizes if fits_memory(longest, rows, dist_ctx)), 1)
     return replace(config, micro_batch_size=0 if rows == batch_rows else rows)
 
 
-def fits_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) -> bool:
+def fits_memory(config: TrainConfig, rows: int, dist_ctx: DistributedContext) -> bool:
     """Return whether micro-batches of ``rows`` sequences fit in every rank's memory."""
     needed = sum(estimate_memory(config, rows, dist_ctx).values())
     return not dist_ctx.any(needed > MAX_MEMORY_FRACTION * memory_limit(dist_ctx))
 
 
-def check_memory(config: RunConfig, dist_ctx: DistributedContext, length: int) -> None:
+def check_memory(config: TrainConfig, dist_ctx: DistributedContext, length: int) -> None:
     """Raise UserError if one sequence needs over 10% more than there is."""
-    needed = sum(estimate_memory(replace(config, context_length=length), 1, dist_ctx).values())
+    needed = sum(estimate_memory(config.with_rows(length), 1, dist_ctx).values())
     limit = memory_limit(dist_ctx)
     if dist_ctx.any(needed > MAX_MEMORY_EXCESS * limit):
         size = f"{needed / 2**30:,.1f} GiB ± {MEMORY_ERROR:.0%} (got {limit / 2**30:,.1f})"
@@ -206,7 +210,10 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def describe_plan(
-    config: RunConfig, dist_ctx: DistributedContext, step_tokens: int, epoch_tokens: Sequence[float]
+    config: TrainConfig,
+    dist_ctx: DistributedContext,
+    step_tokens: int,
+    epoch_tokens: Sequence[float],
 ) -> str:
     """Describe what a run needs on this device.
 
@@ -214,7 +221,7 @@ def describe_plan(
     """
     utilization = CPU_UTILIZATION if dist_ctx.device.type == "cpu" else GPU_UTILIZATION
     speed = utilization * measure_matmul_flops(dist_ctx.device, DTYPE_BY_NAME[config.dtype])
-    num_params = cached_meta_model(config.model).num_parameters
+    num_params = cached_meta_model(config.model_config).num_parameters
     flops = flops_per_token(config)
     seconds = step_tokens * flops / speed
     rows = config.micro_batch_rows(dist_ctx)
@@ -234,7 +241,7 @@ memory within {MEMORY_ERROR:.0%}
 """ + "\n".join(f"{name:<16}{value:>14}" for name, value in table.items())
 
 
-def describe_length(config: RunConfig, step_tokens: int, epoch_tokens: Sequence[float]) -> str:
+def describe_length(config: TrainConfig, step_tokens: int, epoch_tokens: Sequence[float]) -> str:
     """Describe the steps or the minutes of a run, its tokens, and the epochs of each dataset."""
     batch = f"{config.batch_size} × {count_noun(step_tokens // config.batch_size, 'token')} a step"
     if config.minutes or not config.steps:  # with minutes, steps are only a limit

@@ -14,6 +14,7 @@ from engine.core.device import fast_dtype
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 from engine.core.errors import UserError
 from engine.core.sharding import local, shard_like
+from engine.core.values import AUTO, Auto
 from engine.nn.acceleration import GRAPH_POOLS, CapturedCalls, GraphPool
 from engine.nn.specs import Specs
 from engine.nn.update_rules import AdamW, GroupedOptimizer, Muon, ParamGroup
@@ -29,14 +30,14 @@ MAX_SKIPPED_STEPS = 50  # in a row, until a run ends
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
-    """The optimizer as a user sets it. None means that the value is chosen automatically."""
+class OptimizerConfig:
+    """The optimizer of a run. None: the value is chosen by :func:`default_rates`."""
 
     # Muon updates the matrices inside the blocks, and AdamW the other parameters.
     optimizer: Literal["muon", "adamw"] = "muon"
     beta1: Annotated[float, Ge(0), Lt(1)] = 0.9  # AdamW's decay rate of the mean gradient.
     # AdamW's decay of the mean squared gradient. None: 0.99; 0.95: large batches, --init-from.
-    beta2: Annotated[float | None, Ge(0), Lt(1)] = None
+    beta2: Auto[Annotated[float, Ge(0), Lt(1)]] = AUTO
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.9  # Muon's decay rate of the mean gradient.
     # Clip the norm of all gradients to this; 0: off.
     clip_norm: Annotated[float, Ge(0), Le(1e12)] = 1.0
@@ -47,25 +48,14 @@ class OptimizerSettings:
     final_learning_rate: Annotated[float, Ge(0), Le(1e6)] = 0.0
     # The largest; see decay. None: 0.014 for Muon, by d_model for AdamW, or chosen with the size;
     # 0.001 with LoRA, whose updates AdamW trains.
-    learning_rate: Annotated[float | None, Ge(0), Le(1e6)] = None
+    learning_rate: Auto[Annotated[float, Ge(0), Le(1e6)]] = AUTO
     # Factor on the rate of an untied token embedding. None: 1; Muon: 2.1, or 3 with --init-from.
-    embedding_rate: Annotated[float | None, Gt(0), Le(1e6)] = None
+    embedding_rate: Auto[Annotated[float, Gt(0), Le(1e6)]] = AUTO
     # Weight decay of all matrices, decoupled. None: 0.1, or chosen with the size.
-    weight_decay: Annotated[float | None, Ge(0), Le(1e6)] = None
+    weight_decay: Auto[Annotated[float, Ge(0), Le(1e6)]] = AUTO
     # First fraction of the run, in which the first block attends to 16 tokens only. None: 0.2;
     # for vocabularies up to 512 and with --init-from, 0.
-    window_warmup: Annotated[float | None, Ge(0), Le(1)] = None
-
-
-@dataclass(frozen=True)
-class OptimizerConfig(OptimizerSettings):
-    """The optimizer of a run: :class:`OptimizerSettings` with a value for every None."""
-
-    beta2: Annotated[float, Ge(0), Lt(1)] = 0.99
-    learning_rate: Annotated[float, Ge(0), Le(1e6)] = 0.014
-    embedding_rate: Annotated[float, Gt(0), Le(1e6)] = 2.1
-    weight_decay: Annotated[float, Ge(0), Le(1e6)] = 0.1
-    window_warmup: Annotated[float, Ge(0), Le(1)] = 0.0
+    window_warmup: Auto[Annotated[float, Ge(0), Le(1)]] = AUTO
 
 
 class OptimizerKind(NamedTuple):
@@ -108,19 +98,18 @@ OPTIMIZER_KINDS = {
 
 def default_rates(
     optimizer: str, d_model: int, tokens_per_step: int, is_fine_tuning: bool = False
-) -> dict[str, float]:
-    """Return the default rates of an optimizer, as fields of OptimizerConfig."""
+) -> dict[str, Any]:
+    """Return the default rates of an optimizer: a value for every field that may be None."""
     kind = OPTIMIZER_KINDS[optimizer]
     rate = kind.learning_rate
-    rates = {"learning_rate": rate(d_model) if callable(rate) else rate}
-    if is_fine_tuning:
-        return {
-            **rates,
-            "embedding_rate": kind.fine_tuning_embedding_rate,
-            "beta2": FINE_TUNING_BETA2,
-        }
-    beta2 = default_beta2(tokens_per_step)
-    return {**rates, "embedding_rate": kind.embedding_rate, "beta2": beta2}
+    embedding_rate = kind.fine_tuning_embedding_rate if is_fine_tuning else kind.embedding_rate
+    return {
+        "learning_rate": rate(d_model) if callable(rate) else rate,
+        "embedding_rate": embedding_rate,
+        "beta2": FINE_TUNING_BETA2 if is_fine_tuning else default_beta2(tokens_per_step),
+        "weight_decay": 0.1,
+        "window_warmup": 0.0,
+    }
 
 
 def default_beta2(tokens_per_step: int) -> float:

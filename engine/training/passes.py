@@ -37,7 +37,7 @@ from engine.nn.attention import DocumentAttention, shrink_config
 from engine.nn.inference import build_decoder
 from engine.runs.checkpoint import build_meta_model
 from engine.training.budget import Budget
-from engine.training.config import RunConfig
+from engine.training.config import TrainConfig
 from engine.training.estimate import lora_arguments
 from engine.training.optimizer import Optimizer
 from model import GPT, Block, Head
@@ -49,7 +49,9 @@ NUM_COMPARED_STEPS = 4  # of a small model
 class Passes:
     """The passes of a model through micro-batches, in training and in evaluation."""
 
-    def __init__(self, model: GPT, config: RunConfig, dist_ctx: DistributedContext, data: Dataset):
+    def __init__(
+        self, model: GPT, config: TrainConfig, dist_ctx: DistributedContext, data: Dataset
+    ):
         """Prepare passes of a model, whose weights may be set later."""
         self.model = model
         self.config = config
@@ -301,7 +303,7 @@ def describe_difference(
 
 
 def describe_update_difference(
-    config: RunConfig, dist_ctx: DistributedContext, data: Dataset
+    config: TrainConfig, dist_ctx: DistributedContext, data: Dataset
 ) -> str:
     """Compare captured steps with plain ones; return "" if they capture and weights are equal.
 

@@ -24,17 +24,10 @@ from engine.generation.scores import Question, encode_questions, example_questio
 from engine.generation.text_batch import initial_tokens
 from engine.generation.text_generator import TextGenerator
 from engine.runs.checkpoint import Checkpoint, RunState
-from engine.training.config import (
-    CHANGEABLE_SETTINGS,
-    ModelSettings,
-    RunConfig,
-    TrainConfig,
-    make_run_config,
-    set_values,
-)
+from engine.training.config import CHANGEABLE_SETTINGS, TrainConfig, make_run_config, set_values
 from engine.training.estimate import check_memory, fit_micro_batches, fits_memory
 from engine.training.sizing import SizeSearch
-from model import GPT
+from model import GPT, ModelConfig
 
 # Changing these settings changes no result.
 SETTINGS_IGNORED_ON_RESUME = {"data", "out", "wandb", "verify_data", "keep_checkpoints", "base"}
@@ -50,8 +43,8 @@ def resolve(
     started_at: float,
     checkpoint: Checkpoint | None,
     base: Checkpoint | None,
-    measure: Callable[[RunConfig, Dataset], float],
-) -> tuple[RunConfig, Dataset]:
+    measure: Callable[[TrainConfig, Dataset], float],
+) -> tuple[TrainConfig, Dataset]:
     """Return the settings of a run, equal on all ranks, and its data without too long examples.
 
     What is typed wins; else what the resumed run recorded or the base model has, then a size that
@@ -88,13 +81,13 @@ def resolve(
     dist_ctx.assert_equal_across_ranks({"dtype": run_config.dtype})  # each machine chooses it
     state = checkpoint.state if checkpoint else base_state
     if state:  # rows may be shorter than the context of the model
-        context_length = max(state.model.context_length, run_config.context_length)
-        model = replace(run_config.model, context_length=context_length)
-        run_config = replace(run_config, model=model)
+        context_length = state.model.context_length
+        is_longer = context_length > run_config.context_length
+        run_config = replace(run_config, model_context=context_length if is_longer else 0)
     return run_config, data
 
 
-def check_text_settings(config: RunConfig, data: Dataset) -> None:
+def check_text_settings(config: TrainConfig, data: Dataset) -> None:
     """Raise UserError for a setting of examples, or of documents, that the data does not have."""
     masks = config.document_mask
     has_documents = not data.longest_example and data.document_start is not None
@@ -115,7 +108,7 @@ def fit_model(config: TrainConfig, data: Dataset, base: RunState | None) -> Trai
     for name, base_value in vars(base.model).items() if base else ():
         value = values.get(name, base_value)
         if name not in ("context_length", "dropout"):
-            if value not in (getattr(ModelSettings, name), base_value):
+            if value not in (getattr(ModelConfig, name), base_value):
                 problem = f"must be that of {config.init_from}, {base_value} (got {value})"
                 raise UserError(f"--{name.replace('_', '-')}: {problem}. Leave it out.")
             values[name] = base_value
@@ -163,7 +156,7 @@ def fit_context(
         run_config = make_run_config(config, {}, dist_ctx)
         while base and context_length > 1:  # until a row fits in memory
             row_length = data.row_length(context_length)
-            if fits_memory(replace(run_config, context_length=row_length), 1, dist_ctx):
+            if fits_memory(run_config.with_rows(row_length), 1, dist_ctx):
                 break
             context_length //= 2
         config = build(TrainConfig, {**set_values(config), "context_length": context_length})
@@ -203,9 +196,9 @@ def choose_context_length(data: Dataset, base: RunState | None) -> int:
     return min(length, *[len(split) - 1 for split in data.splits])
 
 
-def recorded_config(state: RunState) -> RunConfig:
+def recorded_config(state: RunState) -> TrainConfig:
     """Return the settings in a checkpoint's state. Raises UserError for values that do not fit."""
-    return from_values(RunConfig, state.settings, f"checkpoint of step {state.step:,}")
+    return from_values(TrainConfig, state.settings, f"checkpoint of step {state.step:,}")
 
 
 def changed_settings(
@@ -266,7 +259,7 @@ def init_token_rows(
 
 
 def load_questions(
-    config: RunConfig, dist_ctx: DistributedContext, data: Dataset, model: GPT
+    config: TrainConfig, dist_ctx: DistributedContext, data: Dataset, model: GPT
 ) -> list[Question]:
     """Return the questions of ``--score``, evenly spaced in their file or validation split.
 
@@ -289,7 +282,7 @@ def load_questions(
     return [*example_questions(val, data.tokenizer, ends, config.score_examples)]
 
 
-def read_questions(config: RunConfig, generator: TextGenerator) -> list[dict[str, Any]]:
+def read_questions(config: TrainConfig, generator: TextGenerator) -> list[dict[str, Any]]:
     """Return the fields of the questions in ``--score-file``, evenly spaced.
 
     Raises UserError for a line that cannot be read or encoded, or of another kind than the score.

@@ -22,7 +22,6 @@ from engine.training.config import (
     DEFAULT_STEPS,
     MAX_CHARACTER_VOCAB_SIZE,
     MAX_STEPS,
-    RunConfig,
     TrainConfig,
     make_run_config,
 )
@@ -126,7 +125,7 @@ class SizeSearch:
             sizes.append(size)
         return min(sizes, key=lambda size: size.loss)
 
-    def for_time(self, end: float, measure: Callable[[RunConfig, Dataset], float]) -> Size:
+    def for_time(self, end: float, measure: Callable[[TrainConfig, Dataset], float]) -> Size:
         """Return the best size until a time. The best depth and the next one are timed.
 
         On a GPU, where compiling takes longer than timing, what it gains is measured once.
@@ -178,7 +177,7 @@ class SizeSearch:
         return replace(best, tokens=steps * best.step_tokens)
 
     def choose(
-        self, started_at: float, measure: Callable[[RunConfig, Dataset], float]
+        self, started_at: float, measure: Callable[[TrainConfig, Dataset], float]
     ) -> dict[str, Any]:
         """Return the sizes and the minutes by name, unless a shape is set.
 

@@ -32,7 +32,7 @@ from engine.runs.checkpoint import (
 )
 from engine.runs.run_files import find_base
 from engine.training.budget import Budget
-from engine.training.config import RunConfig
+from engine.training.config import TrainConfig
 from engine.training.estimate import averaging_weight, lora_arguments, micro_batch_sizes
 from engine.training.optimizer import Optimizer
 from engine.training.passes import Passes, describe_update_difference
@@ -68,7 +68,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: TrainConfig,
         dist_ctx: DistributedContext,
         data: Dataset,
         run_dir: RunDir | None = None,
@@ -88,7 +88,7 @@ class Trainer:
 
         dtype = DTYPE_BY_NAME[config.dtype]
         torch.manual_seed(config.seed)
-        model = build_meta_model(config.model, lora_arguments(config), modify_model)
+        model = build_meta_model(config.model_config, lora_arguments(config), modify_model)
         check_attention(model)
         self.base_reference: BaseReference | None = None  # of LoRA, on the main process
         self.model: GPT = sharding.shard_and_allocate(model, dist_ctx, dtype)
@@ -272,7 +272,7 @@ class Trainer:
         eval_tokens = sum(config.evaluation_tokens(size, False) for size in sizes)
         last_tokens = sum(config.evaluation_tokens(size, True) for size in sizes)
         extra_tokens = last_tokens if last_tokens > eval_tokens else 0
-        state = checkpoint.state if checkpoint else RunState(config.model)
+        state = checkpoint.state if checkpoint else RunState(config.model_config)
         optimizer_bytes = sum(tensor.nbytes for tensor in self.optimizer.state().values())
         checkpoint_bytes = optimizer_bytes + 4 * self.model.num_parameters
         limits = (state.settings.get("minutes"), state.settings.get("steps"))
@@ -332,7 +332,7 @@ class Trainer:
             evaluation=self.evaluation,
             best_evaluation=self.best_evaluation,
             changes=self.changes,
-            model=self.config.model,
+            model=self.config.model_config,
             settings=flatten(self.config),
             data_sha256=self.data.sha256,
             examples=manifest["origin"].get("examples"),

@@ -1,6 +1,7 @@
 """Estimates against arithmetic by hand, and against what PyTorch counts and allocates."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from engine.core.errors import UserError
 from engine.nn.acceleration import checkpoint_activations
 from engine.nn.lora import add_lora
 from engine.training import estimate
-from engine.training.config import RunConfig
+from engine.training.config import TrainConfig, make_run_config
 from engine.training.estimate import (
     MEMORY_ERROR,
     cached_meta_model,
@@ -30,6 +31,13 @@ from model import GPT, ModelConfig
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
+
+
+def run_config(**settings: Any) -> TrainConfig:
+    """Return the settings of a run, by default in float32."""
+    return make_run_config(TrainConfig(**{"dtype": "float32", **settings}), {}, SINGLE_PROCESS)
+
+
 SMALL = ModelConfig(vocab_size=500, context_length=128, num_layers=2, num_heads=4, d_model=128)
 
 
@@ -46,9 +54,9 @@ def test_operations_are_those_that_pytorch_counts(kind):
     tokens = torch.zeros(1, 300, dtype=torch.long)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         GPT(model)(tokens, tokens).backward()
-    flops = flops_per_token(RunConfig(model=model))
+    flops = flops_per_token(run_config(model=model))
     assert flops * 300 == pytest.approx(counter.get_total_flops(), rel=1e-6)
-    full, windowed = (RunConfig(model=small(**kind)) for kind in ({}, {"windows": (32, 0)}))
+    full, windowed = (run_config(model=small(**kind)) for kind in ({}, {"windows": (32, 0)}))
     assert flops_per_token(full) - flops_per_token(windowed) == 12 * 128 * (128 - 32)
 
 
@@ -69,7 +77,7 @@ def peak_allocated(call) -> int:
     return peak
 
 
-def measure_memory(config: RunConfig, rows: int) -> dict[str, int]:
+def measure_memory(config: TrainConfig, rows: int) -> dict[str, int]:
     """Measure what a plan estimates, in the second of two micro-batches and after a step."""
     gpt = GPT(config.model)
     if config.lora_rank:
@@ -110,7 +118,7 @@ def test_a_plan_is_near_what_a_micro_batch_and_a_step_allocate(kind, settings):
     model = small(**kind)
     for is_lean in (False, True):
         settings = {"dtype": "float32", **settings}
-        config = RunConfig(model=model, checkpoint_activations=is_lean, **settings)
+        config = run_config(model=model, checkpoint_activations=is_lean, **settings)
         planned = estimate_memory(config, 2, SINGLE_PROCESS)
         measured = measure_memory(config, 2)
         assert measured.keys() == planned.keys() - {"process, saves"}
@@ -127,7 +135,7 @@ def test_fsdp_divides_all_but_what_is_gathered(monkeypatch):
     num_params = cached_meta_model(model).num_parameters
     other_params = 2 * 50304 * 4096
     blocks = num_params - other_params
-    config = RunConfig(model=model, batch_size=64, dtype="bfloat16", capture=False)
+    config = run_config(model=model, batch_size=64, dtype="bfloat16", capture=False)
     single = estimate_memory(config, 8, DistributedContext(device=GPU))
     captured = dataclasses.replace(config, capture=True)
     captured_memory = estimate_memory(captured, 8, DistributedContext(device=GPU))
@@ -142,7 +150,7 @@ def test_fsdp_divides_all_but_what_is_gathered(monkeypatch):
 
 
 def test_micro_batches_divide_the_batch_and_are_the_largest_that_fit(monkeypatch):
-    config = RunConfig(model=SMALL, batch_size=24, dtype="float32")
+    config = run_config(model=SMALL, batch_size=24, dtype="float32")
     for limit, expected in ((12, 12), (2, 2), (24, 0), (0, 1)):
         needed = sum(estimate_memory(config, limit, SINGLE_PROCESS).values()) if limit else 1
         monkeypatch.setattr(estimate, "usable_memory", lambda device, n=needed: n / 0.9 + 1)
@@ -152,7 +160,7 @@ def test_micro_batches_divide_the_batch_and_are_the_largest_that_fit(monkeypatch
 
 
 def test_a_run_that_needs_over_10_percent_more_memory_is_refused(monkeypatch):
-    config = RunConfig(model=SMALL)
+    config = run_config(model=SMALL)
     needed = sum(estimate_memory(config, 1, SINGLE_PROCESS).values())
     monkeypatch.setattr(estimate, "usable_memory", lambda _: needed / 1.09)
     check_memory(config, SINGLE_PROCESS, 128)

@@ -337,7 +337,7 @@ def test_an_optimizer_of_ours_or_of_pytorch_resumes_bit_for_bit(name, dtype, mon
 def test_frozen_parameters_and_those_without_a_gradient_do_not_change(kind):
     model = random_model(SMALL).train()
     model.blocks[0].requires_grad_(False)
-    optimizer = Optimizer(model, OptimizerConfig(optimizer=kind))
+    optimizer = Optimizer(model, make_config(optimizer=kind))
     model.blocks[1].attention.requires_grad_(False)  # after it was built
     model.blocks[1].feed_forward.gate.requires_grad_(False)  # its stack has other gradients
     before = {name: param.detach().clone() for name, param in model.named_parameters()}

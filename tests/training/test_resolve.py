@@ -14,11 +14,12 @@ from engine.data.tokenizer import ByteTokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 from engine.runs.checkpoint import Checkpoint, RunState
 from engine.training import estimate
-from engine.training.config import RunConfig, TrainConfig
+from engine.training.config import TrainConfig, make_run_config
 from engine.training.resolve import changed_settings, fit_context, split_token_ids
 from model import ModelConfig
 
-CONFIG = RunConfig(model=ModelConfig(vocab_size=11), steps=100)
+TYPED = TrainConfig(model=ModelConfig(vocab_size=11), steps=100)
+CONFIG = make_run_config(TYPED, {}, SINGLE_PROCESS)
 SETTINGS = flatten(CONFIG)
 VALUES = {"settings": SETTINGS, "data_sha256": "abc", "step": 60, "elapsed_seconds": 120.0}
 STATE = RunState(CONFIG.model, **VALUES)

@@ -12,10 +12,11 @@ import pytest
 import train
 from engine.core.distributed import SINGLE_PROCESS
 from engine.data.batches import open_mixture
+from engine.nn.bounds import set_default_sizes
 from engine.runs.checkpoint import Checkpoint, RunState
 from engine.training import sizing
-from engine.training.config import ModelSettings, RunConfig, TrainConfig
-from engine.training.optimizer import OptimizerSettings
+from engine.training.config import TrainConfig
+from engine.training.optimizer import OptimizerConfig
 from engine.training.resolve import resolve
 from engine.training.sizing import SizeSearch
 from model import ModelConfig
@@ -31,7 +32,7 @@ def make_search(
         tokenizer=SimpleNamespace(vocab_size=vocab_size),
         row_length=lambda context: row_tokens or context,
     )
-    config = TrainConfig(model=ModelSettings(**dict(model)), **settings)
+    config = TrainConfig(model=ModelConfig(**dict(model)), **settings)
     return SizeSearch(config, data, SINGLE_PROCESS)
 
 
@@ -42,7 +43,7 @@ PYTHON = make_search(2_807_314, 2048)
 def make_measure(search: SizeSearch, speed: float, power: float, timed: list[int]):
     """Make a function that times steps with speed · depth^power operations per second."""
 
-    def measure(config: RunConfig, data: object) -> float:
+    def measure(config: TrainConfig, data: object) -> float:
         depth = config.model.num_layers
         if depth not in timed[-1:]:  # again with fewer threads
             timed.append(depth)
@@ -129,8 +130,8 @@ def data(numbers):
 
 
 def test_defaults_of_a_run_with_a_shape(data):
-    config = run_settings(TrainConfig(model=ModelSettings(num_layers=2)), data)
-    assert config.model == ModelConfig(vocab_size=data.tokenizer.vocab_size)
+    config = run_settings(TrainConfig(model=ModelConfig(num_layers=2)), data)
+    assert config.model == set_default_sizes(ModelConfig(vocab_size=data.tokenizer.vocab_size))
     assert (config.batch_size, config.micro_batch_size) == (16, 0)
     assert (config.steps, config.eval_every, config.save_every) == (1200, 500, 500)
     optimizer = config.optimizer
@@ -154,7 +155,7 @@ def test_only_a_run_without_length_and_size_takes_two_minutes(data):
 
 
 def test_set_sizes_stay(data, capsys):
-    groups = {"model": ModelSettings(dropout=0.2), "optimizer": OptimizerSettings(weight_decay=0.3)}
+    groups = {"model": ModelConfig(dropout=0.2), "optimizer": OptimizerConfig(weight_decay=0.3)}
     resolved = run_settings(TrainConfig(steps=3, batch_size=2, **groups), data)
     assert resolved.model.num_layers == resolved.model.num_heads == 2
     values = (resolved.batch_size, resolved.model.dropout, resolved.optimizer.weight_decay)
@@ -167,7 +168,7 @@ def test_set_sizes_stay(data, capsys):
 def test_adamw_has_the_rates_of_the_presets(data):
     """Those of transformer-2017, tutorial and gpt2-124m, which are 128, 384 and 768 wide."""
     for depth, rate in ((2, 3e-3), (6, 1e-3), (12, 6e-4)):
-        config = TrainConfig(depth=depth, optimizer=OptimizerSettings(optimizer="adamw"))
+        config = TrainConfig(depth=depth, optimizer=OptimizerConfig(optimizer="adamw"))
         assert run_settings(config, data).optimizer.learning_rate == pytest.approx(rate)
 
 
