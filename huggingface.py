@@ -18,7 +18,7 @@ from engine.core.files import atomic_directory, read_json, write_json
 from engine.core.settings import check_flags, parse
 from engine.data.chats.chat import chat_format
 from engine.data.tokenizer import Tokenizer, from_document, load_tokenizer, named_tokenizer
-from engine.data.tokenizer_config import read_chat_templates, with_model_files
+from engine.data.tokenizer_config import read_chat_template, with_model_files
 from engine.data.tokenizer_json import EXTENSION_KEY, token_ids_of, with_extension
 from engine.huggingface import adapter, convert, directory
 from engine.huggingface import gguf as gguf_file
@@ -161,7 +161,7 @@ def read_model(
         fix = f"Give that of the model, or call its resize_token_embeddings({tokenizer.vocab_size})"
         name = "--tokenizer" if config.tokenizer else path / "tokenizer.json"
         raise UserError(f"{name}: must fit the model's embeddings ({sizes}). {fix}.")
-    examples: Literal["chats"] | None = "chats" if read_chat_templates(path) else None
+    examples: Literal["chats"] | None = "chats" if read_chat_template(path) else None
     return family, RunState(model_config, examples=examples), tensors, tokenizer
 
 
@@ -185,7 +185,7 @@ def read_adapter(
     peft_config = replace(model_config, tie_embeddings=is_tied)
     tensors = convert.to_hf(convert.rewrite_params(model, peft_config), family)
     tensors = adapter.merge_adapter(path, peft_config, family, tensors)
-    examples = "chats" if read_chat_templates(path) else base.state.examples
+    examples = "chats" if read_chat_template(path) else base.state.examples
     return family, RunState(model_config, examples=examples), tensors, tokenizer
 
 

@@ -88,7 +88,6 @@ class PrepareConfig:
     # Each record is a chat, {"messages": [{"role": …, "content": …}, …]}. The messages of the
     # assistant are the targets.
     chat: bool = False
-    chat_template: str | None = None  # The one to use, of several; None: the default.
     # NAME=VALUE of the chat template, also of models trained on this; the flag may be repeated.
     template_variable: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     chat_field: str | None = None
@@ -159,7 +158,7 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
     tokenizer = None
     if config.tokenizer not in TRAINED_TOKENIZERS:
         named = named_tokenizer(config.tokenizer)
-        tokenizer = chat.with_template(named, config.chat_template, config.template_variable)
+        tokenizer = chat.with_variables(named, config.template_variable)
     out = config.out or Path("data") / dataset_name(config.inputs[0])
     reader = make_reader(config, tokenizer)
     notes = Notes()
@@ -214,7 +213,7 @@ def check_arguments(config: PrepareConfig) -> None:
         "parse_special": (can_parse, "text or pairs, and a --tokenizer other than char"),
         "chat field": (num_forms < 2, "an input without --field and --prompt-field"),
         "chat_field": (config.chat, "--chat"),
-        "chat_template template_variable": (config.chat and not is_trained, "--chat, --tokenizer"),
+        "template_variable": (config.chat and not is_trained, "--chat, --tokenizer"),
         "glob": (has_folder, "a folder as input"),
         "hf_config hf_split": (has_hub, "hf:NAME as input"),
         "hf_val_split": (has_val_hub, "hf:NAME as input"),

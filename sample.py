@@ -36,7 +36,7 @@ from engine.core.device import (
 from engine.core.errors import UserError
 from engine.core.files import read_input
 from engine.core.settings import check_flags, parse, unescape
-from engine.data.chats.chat import chat_format, with_template
+from engine.data.chats.chat import chat_format, with_variables
 from engine.data.records.text import find_mark, unify_line_ends
 from engine.generation.prompt_file import complete_file
 from engine.generation.sampling import DEFAULT_OPTIONS, TextOptions
@@ -45,7 +45,7 @@ from engine.runs.checkpoint import ModifyModel, load_model
 from engine.runs.run_files import find_checkpoint, find_newest_run, make_generator
 
 COMMON_SETTINGS = {"path", "base", "device", "dtype"}  # of all modes
-CHAT_SETTINGS = {"chat_template", "template_variable"}
+CHAT_SETTINGS = {"template_variable"}
 PROMPT_SETTINGS = {"text", "prompt", "prompt_file", "parse_special"}
 API_KEY_VARIABLE = "GPT_API_KEY"
 WeightDtype = Literal["auto", "float32", "bfloat16"]
@@ -82,7 +82,6 @@ class SampleConfig:
     # Chat in the terminal; with --prompts-file, answer {"messages": […]} in each line.
     chat: bool = False
     system: str = ""  # The system message at the start of a chat.
-    chat_template: str | None = None  # The one to use, of a model with several; None: the default.
     # NAME=VALUE of the chat template, such as enable_thinking=false; the flag may be repeated.
     template_variable: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     num_samples: Annotated[int, Ge(1), Le(10**6)] = 1  # Texts to generate.
@@ -205,7 +204,7 @@ def sample(config: SampleConfig, modify_model: ModifyModel | None = None) -> Non
     path = config.path or find_newest_run()
     model = load(path, config.device, config.dtype, config.quantize, config.base, modify_model)
     model.parses_special = config.parse_special
-    model.tokenizer = with_template(model.tokenizer, config.chat_template, config.template_variable)
+    model.tokenizer = with_variables(model.tokenizer, config.template_variable)
     if config.chat and not model.is_chat_model:
         raise UserError(
             f"{path}: not trained on chats. Prepare some with prepare.py … --chat, and "

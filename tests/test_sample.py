@@ -308,31 +308,23 @@ def test_a_closed_standard_input_is_an_error(trained, chat_model, monkeypatch):
             sample.main([str(path), flag, "--device", "cpu"])
 
 
-def test_flags_choose_a_chat_template_and_a_failing_one_stops_chats_only(tmp_path, capsys):
+def test_a_flag_sets_a_variable_and_a_failing_chat_template_stops_chats_only(tmp_path, capsys):
     model = GPT(ModelConfig(vocab_size=CHAT.vocab_size, context_length=64, d_model=8))
-    turn = "{{ messages[0].content }}<|end|>"
-    templates = {"strict": turn + "{{ raise_exception('no') if style is undefined }}"}
-    document = with_extension(
-        CHAT.document, chat_template=turn, other_templates=json.dumps(templates)
-    )
+    strict = "{{ messages[0].content }}<|end|>{{ raise_exception('no') if style is undefined }}"
+    document = with_extension(CHAT.document, chat_template=strict)
     run = save_run(model, tmp_path / "run", from_document(document), "chats")
     path = run / "checkpoints" / "step-00000001"
     (tmp_path / "in.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
     files = ["--prompts-file", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl")]
     arguments = [str(path), "--device", "cpu", "--max-new-tokens", "2"]
-    strict = ["--chat-template", "strict"]
-    sample.main([*arguments, "--chat", *files])
-    (tmp_path / "out.jsonl").unlink()
-    sample.main([*arguments, "--chat", *files, *strict, "--template-variable", "style=1"])
+    style = ["--template-variable", "style=1"]
+    sample.main([*arguments, "--chat", *files, *style])
     with pytest.raises(UserError, match=f"^{re.escape(str(path))}: .*no"):
-        sample.main([*arguments, "--chat", *files, *strict])
+        sample.main([*arguments, "--chat", *files])
     with pytest.raises(SystemExit):  # not a chat
-        sample.main([*arguments, *files, *strict])
-    assert "--chat-template" in capsys.readouterr().err
-    document = with_extension(document, chat_template=templates["strict"])
-    failing = save_run(model, tmp_path / "failing", from_document(document), "chats")
-    capsys.readouterr()
-    sample.main([str(failing), "a", *arguments[1:]])
+        sample.main([*arguments, *files, *style])
+    assert "--template-variable" in capsys.readouterr().err
+    sample.main([str(path), "a", *arguments[1:]])
     assert capsys.readouterr().out.startswith("a")
 
 

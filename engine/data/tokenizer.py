@@ -59,7 +59,6 @@ class Tokenizer:
         self.chat_template: str | None = extension.get("chat_template")
         # Ends each prompt of the pairs that a model was trained on.
         self.prompt_suffix: str = extension.get("prompt_suffix", "")
-        self.other_templates: dict[str, str] = json.loads(extension.get("other_templates", "{}"))
         self.bytes_of_id = {number: name.encode() for name, number in self.special_tokens.items()}
         # The sampling that an imported model recommends, such as {"temperature": 0.6}.
         self.sampling: dict[str, float] = json.loads(extension.get("sampling", "{}"))

@@ -48,36 +48,32 @@ def with_model_files(document: Document, directory: Path) -> Document:
         for key, hint in SAMPLING_TYPES.items()
         if generation.get(key) is not None
     }
-    templates = read_chat_templates(directory)
     values = {
         "end_of_text": tokens.get("eos_token"),
         "bos_token": None if start == end else start,
         "stop_token_ids": " ".join(stops) or None,
-        "chat_template": templates.pop("default", None),
-        "other_templates": json.dumps(templates) if templates else None,
+        "chat_template": read_chat_template(directory),
         "sampling": json.dumps(sampling) if sampling else None,
     }
     known_values = {name: value for name, value in values.items() if isinstance(value, str)}
     return with_extension(document, **known_values)
 
 
-def read_chat_templates(directory: Path) -> dict[str, str]:
-    """Return a model's chat templates by name; a single one is the default. May raise UserError."""
-    templates = _read_object(directory / TOKENIZER_CONFIG).get("chat_template") or []
-    if isinstance(templates, str):
-        templates = [{"name": "default", "template": templates}]
-    entries = convert(templates, list[dict[str, str]], f"{TOKENIZER_CONFIG}: chat_template")
-    if not all({"name", "template"} <= entry.keys() for entry in entries):
-        raise UserError(f"{TOKENIZER_CONFIG}: chat_template: each must have name and template.")
-    named = {entry["name"]: entry["template"] for entry in entries}
-    files = {path.stem: path for path in directory.glob("additional_chat_templates/*.jinja")}
-    if (directory / "chat_template.jinja").is_file():
-        files["default"] = directory / "chat_template.jinja"
-    for name, path in sorted(files.items()):
+def read_chat_template(directory: Path) -> str | None:
+    """Return a model's chat template. Raises UserError for several, or an unreadable one."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
         check_pointer(path.read_bytes(), path)
         with wrap_library_errors(f"{path}: is not UTF-8", UnicodeDecodeError):
-            named[name] = path.read_text(encoding="utf-8")
-    return {"default": named.popitem()[1]} if len(named) == 1 else named
+            return path.read_text(encoding="utf-8")
+    template = _read_object(directory / TOKENIZER_CONFIG).get("chat_template")
+    if not isinstance(template, list):
+        return convert(template, str | None, f"{TOKENIZER_CONFIG}: chat_template")
+    entries = convert(template, list[dict[str, str]], f"{TOKENIZER_CONFIG}: chat_template")
+    if len(entries) != 1 or "template" not in entries[0]:
+        problem = f"chat_template: must be one text (got {len(entries)} entries)"
+        raise UserError(f"{TOKENIZER_CONFIG}: {problem}. Write the one to use to {path}.")
+    return entries[0]["template"]
 
 
 def text_start_of(document: Document) -> list[int]:

@@ -2,8 +2,8 @@
 
 ``tokenizers`` ignores unknown keys in ``model``. ``model.gpt_trainer`` holds what the format lacks:
 ``end_of_text`` (the special token that ends a document), ``name``, ``chat_template``,
-``other_templates`` (JSON of names and texts), ``bos_token``, ``stop_token_ids`` (those of a model
-besides the end of text, with spaces between them), and ``prompt_suffix`` (of examples).
+``bos_token``, ``stop_token_ids`` (those of a model besides the end of text, with spaces between
+them), ``prompt_suffix`` (of examples), and ``sampling`` (JSON of a model's defaults).
 """
 
 import json
@@ -26,9 +26,9 @@ CHAT_ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assist
 END_OF_TURN = "<|end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, *CHAT_ROLES.values(), END_OF_TURN)  # of a BPE trained here
 EXTENSION_KEY = "gpt_trainer"
-CHAT_KEYS = ("chat_template", "other_templates")  # of the extension
 # Of the extension: ids do not depend on them.
-KEYS_WITHOUT_IDS = ("name", *CHAT_KEYS, "bos_token", "stop_token_ids", "prompt_suffix", "sampling")
+KEYS_WITHOUT_IDS = ["name", "chat_template", "bos_token", "stop_token_ids", "prompt_suffix"]
+KEYS_WITHOUT_IDS += ["sampling"]
 MAX_VOCAB_SIZE = 2**24
 HIDDEN_PREFIX = secrets.token_hex()  # before names of special tokens: no text can have it
 
@@ -176,7 +176,7 @@ def with_special_tokens(document: Document, names: Sequence[str]) -> Document:
     added = [*document["added_tokens"], *added_tokens(new)]
     document = document | {"model": model, "added_tokens": added}
     # The template of an imported model does not use the tokens of our chats.
-    return with_extension(document, **dict.fromkeys(CHAT_KEYS)) if END_OF_TURN in new else document
+    return with_extension(document, chat_template=None) if END_OF_TURN in new else document
 
 
 def is_special(token: dict[str, Any]) -> bool:

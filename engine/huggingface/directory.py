@@ -251,10 +251,8 @@ def write_tokenizer(path: Path, tokenizer: Tokenizer, length: int, template: str
         "model_max_length": length,
         "clean_up_tokenization_spaces": False,
     }
-    named = {**({"default": template} if template else {}), **tokenizer.other_templates}
-    if named:
-        templates = [{"name": name, "template": text} for name, text in named.items()]
-        config["chat_template"] = templates if tokenizer.other_templates else template
+    if template:
+        config["chat_template"] = template
     if tokenizer.end_of_text_id is not None:
         config["bos_token"] = tokenizer.bos_token
         config["eos_token"] = tokenizer.end_of_text_name

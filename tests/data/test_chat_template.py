@@ -23,7 +23,7 @@ from engine.data.chats.chat import (
     special_token_names,
     to_messages,
     turn_ends,
-    with_template,
+    with_variables,
 )
 from engine.data.chats.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE, ChatTemplate
 from engine.data.chats.examples import chat_parser, parse_chat, parse_messages
@@ -341,13 +341,11 @@ def test_what_a_template_leaves_out_or_refuses_is_refused(template, messages, wo
 FAILING_TEMPLATES = ("{% for %}", "{{ raise_exception('no') }}")
 
 
-@pytest.mark.parametrize("template", [*FAILING_TEMPLATES, [("rag", CHATML), ("tool_use", CHATML)]])
+@pytest.mark.parametrize("template", FAILING_TEMPLATES)
 def test_a_template_that_fails_stops_chats_only_and_its_model_is_named(
-    template, words: Tokenizer, tmp_path: Path
+    template: str, words: Tokenizer, tmp_path: Path
 ):
     words.with_special(CHATML_TOKENS).save(tmp_path / "tokenizer.json")
-    if isinstance(template, list):
-        template = [{"name": name, "template": with_body(text, False)} for name, text in template]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     for function in (own_template, partial(encode_chat, turns=[("user", "a")])):
@@ -360,17 +358,6 @@ def test_a_template_that_fails_stops_chats_only_and_its_model_is_named(
     directory.write_tokenizer(out, tokenizer, 64, learned)
     exported = json.loads((out / "tokenizer_config.json").read_text())
     assert exported["chat_template"] == template
-    if isinstance(template, str):
-        with pytest.raises(UserError, match=r"^--(template-variable|chat-template): "):
-            with_template(tokenizer, "rag", ["a=1"])
-    else:
-        chosen = with_template(tokenizer, "tool_use", [])
-        assert own_template(chosen).source == template[1]["template"]
-        with pytest.raises(UserError, match=r"--chat-template: .* rag, tool_use "):
-            with_template(tokenizer, "x", [])
-        config = {"chat_template": template[:1]}  # a single one is taken, whatever its name is
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        assert own_template(load_tokenizer(tmp_path / "tokenizer.json"))
 
 
 def load_exported(tokenizer: Tokenizer, folder: Path) -> Any:
@@ -416,7 +403,7 @@ def test_variables_of_a_template_are_recorded_exported_and_overridden(
 ):
     plain = chatml_with(words, VARIABLES)
     original = load_exported(plain, tmp_path / "plain")
-    with_template(plain, None, assignments).save(tmp_path / "tokenizer.json")
+    with_variables(plain, assignments).save(tmp_path / "tokenizer.json")
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     exported = load_exported(tokenizer, tmp_path / "hf")
     options = {"add_generation_prompt": True, "return_dict": False}
@@ -431,7 +418,7 @@ def test_variables_of_a_template_are_recorded_exported_and_overridden(
     assert ids.count(end) == 1  # a value never becomes a special token
     for wrong in ("thin=1", "think", "messages=1", "=1"):
         with pytest.raises(UserError, match=r"--template-variable: .*NAME=VALUE"):
-            with_template(plain, None, [wrong])
+            with_variables(plain, [wrong])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -554,34 +541,17 @@ def test_special_tokens_absorb_the_white_space_beside_them(flags, words, tmp_pat
     assert encode_chat(tokenizer, turns[:1]) == render(messages[:1], add_generation_prompt=True)
 
 
-OTHERS = {"tool_use": "tools {{ messages }}", "rag": "documents {{ messages }}"}
+NAMED = [{"name": "tool_use", "template": CHATML_TEMPLATE}]
 
 
-@pytest.mark.parametrize("layout", ["list", "files"])
-def test_the_default_of_named_templates_is_taken_and_the_others_are_kept(layout, words, tmp_path):
+@pytest.mark.parametrize("templates", [["text"], [{"name": "a"}], [1], 1, [], NAMED * 2])
+def test_one_chat_template_is_taken_and_several_are_refused(templates, words, tmp_path: Path):
     words.with_special(CHATML_TOKENS).save(tmp_path / "tokenizer.json")
-    named = {**OTHERS, "default": CHATML_TEMPLATE + "{# mine #}"}
-    config: dict[str, Any] = {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>"}
-    if layout == "list":
-        templates = [{"name": name, "template": text} for name, text in named.items()]
-        config["chat_template"] = templates
-    else:
-        folder = tmp_path / "additional_chat_templates"
-        folder.mkdir()
-        for name, text in OTHERS.items():
-            (folder / f"{name}.jinja").write_text(text)
-        (tmp_path / "chat_template.jinja").write_text(named["default"])
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
-    assert (tokenizer.chat_template, tokenizer.other_templates) == (named["default"], OTHERS)
-    tokenizer.save(tmp_path / "checkpoint.json")
-    again = load_tokenizer(tmp_path / "checkpoint.json")
-    assert load_exported(again, tmp_path / "out").chat_template == named
-
-
-@pytest.mark.parametrize("template", [["text"], [{"name": "default"}], [{"template": "a"}], [1]])
-def test_malformed_named_templates_are_refused(template: Any, words: Tokenizer, tmp_path: Path):
-    words.save(tmp_path / "tokenizer.json")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
     with pytest.raises(UserError, match=r"tokenizer\.json: .*chat_template"):
         load_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "chat_template.jinja").write_text(PLAIN_TEMPLATE)  # as the message says
+    assert load_tokenizer(tmp_path / "tokenizer.json").chat_template == PLAIN_TEMPLATE
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": NAMED}))
+    assert load_tokenizer(tmp_path / "tokenizer.json").chat_template == CHATML_TEMPLATE

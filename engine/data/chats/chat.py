@@ -45,34 +45,24 @@ Turn = tuple[str, str] | tuple[str, str, dict[str, Any]]
 def own_template(tokenizer: Tokenizer) -> ChatTemplate | None:
     """Return the chat template of an imported model; None if it has none.
 
-    Raises UserError if it fails, and if there are several without a default.
+    Raises UserError if it fails.
     """
     owner = tokenizer.folder or tokenizer.kind
-    source = tokenizer.chat_template
-    if source is None and tokenizer.other_templates:
-        names = ", ".join(tokenizer.other_templates)
-        fix = "Choose one with --chat-template NAME of prepare.py and sample.py"
-        raise UserError(f"{owner}: no chat template is the default, of {names}. {fix}.")
-    if source is None:
+    if tokenizer.chat_template is None:
         return None
-    template = ChatTemplate(source, tokenizer.bos_token, tokenizer.end_of_text_name)
+    names = (tokenizer.bos_token, tokenizer.end_of_text_name)
+    template = ChatTemplate(tokenizer.chat_template, *names)
     fix = ". Correct the model's template, and import or prepare again. Plain text works."
     with wrap_library_errors(f"{owner}: chats fail", UserError, advice=fix):
         template.render(SHORT_CHAT)
     return template
 
 
-def with_template(tokenizer: Tokenizer, name: str | None, assignments: Sequence[str]) -> Tokenizer:
-    """Choose a chat template by name, and set its variables. Raises UserError for unknown ones."""
-    if not name and not assignments:
+def with_variables(tokenizer: Tokenizer, assignments: Sequence[str]) -> Tokenizer:
+    """Set variables of the chat template, each NAME=VALUE. Raises UserError for unknown ones."""
+    if not assignments:
         return tokenizer
-    templates = {**tokenizer.other_templates, "default": tokenizer.chat_template}
-    source = templates.get(name or "default")
-    if source is None:
-        names = ", ".join(key for key, text in templates.items() if text) or "none"
-        fix = "Leave it and --template-variable out, or choose another tokenizer."
-        raise UserError(f"--chat-template: the model has {names} (got {name or 'default'}). {fix}")
-    return tokenizer.with_chat_template(set_variables(source, assignments))
+    return tokenizer.with_chat_template(set_variables(tokenizer.chat_template or "", assignments))
 
 
 @functools.lru_cache(16)
