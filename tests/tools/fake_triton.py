@@ -30,8 +30,8 @@ def compile_graph(graph_module, inputs, **options):
 def imitate_triton(properties, capability):
     """Let Inductor compile for a GPU of a capability; return a backend for torch.compile."""
     properties.major, properties.minor = divmod(capability, 10)
-    vars(properties).update(multi_processor_count=40, regs_per_multiprocessor=2**16)
-    vars(properties).update(max_threads_per_multi_processor=1024, warp_size=32, gcnArchName="")
+    sizes = {"multi_processor_count": 40, "max_threads_per_multi_processor": 1024, "warp_size": 32}
+    vars(properties).update(sizes, regs_per_multiprocessor=2**16, gcnArchName="")
     target = GPUTarget("cuda", capability, properties.warp_size)
     driver.set_active(
         SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0)
