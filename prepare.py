@@ -28,7 +28,7 @@ from engine.data.chats import chat, examples
 from engine.data.dataset import dataset_name, is_up_to_date
 from engine.data.documents.corpus import Corpus
 from engine.data.records.reader import choose_sources
-from engine.data.records.text import DEFAULT_ENCODING, Reader, normalize_encoding
+from engine.data.records.text import DEFAULT_ENCODING, Reader
 from engine.data.shards.dataset_summary import describe_dataset, describe_notes
 from engine.data.shards.writer import work_folder, write_dataset
 from engine.data.sources.finder import INPUT_ADVICE, STDIN_NAME, find_sources
@@ -236,9 +236,8 @@ def make_reader(config: PrepareConfig, tokenizer: Tokenizer | None) -> Reader:
         suffix = unescape(config.prompt_suffix)
         parser = examples.pair_parser(config.prompt_field or (), config.completion_field, suffix)
     field = config.field or "text"
-    encoding = normalize_encoding(config.encoding)
     options = (config.errors, unescape(config.separator), config.skip_bad_rows)
-    return Reader(field, encoding, *options, parser)
+    return Reader(field, config.encoding.lower(), *options, parser)
 
 
 def check_reader(config: PrepareConfig, reader: Reader, sources: list[Source]) -> None:

@@ -11,7 +11,7 @@ from helpers import make_dataset
 
 from engine.core.errors import UserError
 from engine.data.dataset import open_dataset
-from engine.data.shards.dataset_summary import describe_dataset, find_val_problems
+from engine.data.shards.dataset_summary import describe_dataset
 from engine.data.split import token_ids
 from prepare import PrepareConfig, prepare
 
@@ -105,8 +105,7 @@ def test_validation_text_is_that_of_val(kind: str, tmp_path: Path):
     manifest = open_dataset(tmp_path / "data").manifest
     assert (manifest["origin"]["val"], manifest["origin"]["val_fraction"]) == (["val"], 0)
     is_copy = "deduplicate" not in settings and kind != ".txt"
-    assert manifest["statistics"]["val_copies"] == is_copy
-    assert ("50%" in describe_dataset(tmp_path / "data")) == is_copy
+    assert manifest["statistics"]["repeats"] == is_copy
 
     assert not prepare(PrepareConfig(**{**vars(config), "val_fraction": 0.0}))[1]
     path = tmp_path / "val" / f"val{kind}"
@@ -138,20 +137,6 @@ def test_validation_is_another_split_of_a_dataset_of_hugging_face(tmp_path: Path
 
 
 # Repeats.
-
-
-def test_few_different_documents_are_told(tmp_path: Path):
-    quotes = [document(number % 20) for number in range(400)]
-    for texts, words in (
-        (["the same text"] * 20, ["20 validation documents", " 1 "]),
-        (quotes, ["100 validation documents", " 5 "]),
-        ([document(number) for number in range(400)], []),
-        (["the same text"], []),
-    ):
-        data = prepared(tmp_path, texts, force=True)
-        problems = find_val_problems(open_dataset(data).manifest)
-        assert len(problems) == bool(words) and all(word in problems[0] for word in words)
-        assert all(problem in describe_dataset(data) for problem in problems)
 
 
 def test_a_document_that_is_cut_is_counted_once_everywhere(tmp_path: Path):

@@ -148,7 +148,7 @@ def open_text(source: Source, reader: Reader, notes: Notes) -> Iterator[io.Buffe
             return
         try:
             text = file.read().decode(encoding, reader.errors)
-        except UnicodeError as error:
+        except (UnicodeError, LookupError) as error:
             reason = f"is not {encoding} ({getattr(error, 'reason', error)})"
             advice = "Give another --encoding, or use --errors replace"
             raise UserError(f"{source.name}: {reason}. {advice}.") from None
@@ -193,13 +193,3 @@ def detect_encoding(head: bytes) -> str:
         head = head[: head.rfind(b"\n") + 1] or head
     match = from_bytes(head).best()
     return match.encoding.replace("_", "-") if match else DEFAULT_ENCODING
-
-
-def normalize_encoding(name: str) -> str:
-    """Return Python's name of an encoding, or "auto". Raises UserError if it is unknown."""
-    try:
-        "a".encode(name if name != "auto" else DEFAULT_ENCODING)
-        return name if name == "auto" else codecs.lookup(name).name
-    except (LookupError, UnicodeError):
-        advice = "Give auto, or a name such as gb18030, utf-16 or cp1252"
-        raise UserError(f"--encoding: unknown (got {name}). {advice}.") from None

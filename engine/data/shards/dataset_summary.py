@@ -2,7 +2,6 @@
 
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -11,7 +10,6 @@ from engine.data.dataset import Dataset, open_dataset
 from engine.data.split import is_target, token_ids
 from engine.data.tokenizer import Tokenizer
 
-MIN_VAL_DOCUMENTS = 6  # with fewer different ones, a validation loss says little
 MAX_NOTE_LINES = 10
 NUM_SAMPLE_TOKENS = 60  # of the text that describe_sample shows
 MAX_RENDERED_CHARACTERS = 500  # of an example
@@ -41,8 +39,7 @@ def describe_dataset(path: Path) -> str:
             note = f"targets: {counts['targets']:,}, examples: {num_examples:,}"
         rows.append((f"{split} tokens", counts["tokens"], note))
     lines = [format_row(*row) for row in rows if row[1]]
-    lines += [*describe_notes(path), *find_val_problems(manifest)]
-    return "\n".join([str(path), *lines, describe_sample(dataset)])
+    return "\n".join([str(path), *lines, *describe_notes(path), describe_sample(dataset)])
 
 
 def format_row(name: str, count: int, note: str) -> str:
@@ -61,22 +58,6 @@ def describe_notes(path: Path) -> list[str]:
         noun, _, note = text.partition(" ")
         lines.append(format_row(noun.removesuffix("s") if count == 1 else noun, count, note))
     return lines
-
-
-def find_val_problems(manifest: dict[str, Any]) -> list[str]:
-    """Return a line for each problem that makes the validation loss meaningless."""
-    statistics = manifest["statistics"]
-    num_val = manifest["splits"]["val"]["documents"]
-    num_distinct = statistics["val_distinct"]
-    problems = []
-    if statistics["val_copies"]:
-        fraction = statistics["val_copies"] / max(1, num_val)
-        problems.append(
-            f"  {fraction:.0%} of the validation documents are copies of training ones."
-        )
-    if num_distinct < min(MIN_VAL_DOCUMENTS, num_val):
-        problems.append(f"  Of the {num_val} validation documents, {num_distinct} are different.")
-    return problems
 
 
 def describe_sample(dataset: Dataset) -> str:
