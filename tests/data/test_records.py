@@ -205,7 +205,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
 
 def test_parts_in_order_are_the_whole(saved: dict[str, Source], small, tmp_path: Path):
     parquet = Source(write(tmp_path / "a.parquet", TEXTS), "a.parquet")
-    for source, count in ((parquet, 6), (saved["Dataset"], 9), (saved["streamed"], 4)):
+    for source, count in ((parquet, 6), (saved["Dataset"], 17), (saved["streamed"], 4)):
         part_bytes = -(-source.size // 9)
         assert [count_parts(source, size) for size in (part_bytes, source.size)] == [count, 1]
         documents = [*read_documents(source)]
@@ -218,8 +218,8 @@ def test_parts_in_order_are_the_whole(saved: dict[str, Source], small, tmp_path:
 
 def test_an_unsuitable_row_of_a_hugging_face_dataset_is_located(saved: dict[str, Source]):
     for name, part, location in (
-        ("Dataset", (3, 4), "row 13"),
-        ("streamed", (1, 4), "file 2, row 1"),
+        ("Dataset", (3, 4), "part 4, row 1"),
+        ("streamed", (1, 4), "part 2, row 1"),
     ):
         with pytest.raises(UserError, match=f"^hf:.*, {location}: .*'body'"):
             list(read_documents(saved[name], *part, None, Reader("body")))

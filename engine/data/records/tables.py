@@ -148,9 +148,7 @@ def count_parts(source: Source, part_bytes: int) -> int:
         return 1
     with wrap_errors(source.name):
         table = _open_table(source)
-    if source.kind == ".parquet":
-        return max(1, table.num_row_groups)
-    return table.num_shards if sources.is_streamed(table) else -(-source.size // part_bytes)
+    return max(1, table.num_row_groups) if source.kind == ".parquet" else table.num_shards
 
 
 def read_table(
@@ -164,10 +162,13 @@ def read_table(
         names = table.schema_arrow.names if is_parquet else [*(table.features or ())]
         columns = _select_columns(source, reader, names)
         unread = dict.fromkeys(names, UNREAD_VALUE)  # notes and messages name them
-        if count > 1 and not is_parquet and sources.is_streamed(table):
-            name += f", file {index + 1}"
-        list_batches = _list_batches if is_parquet else _list_row_batches
-        first, batches = list_batches(table, columns, index, count)
+        if is_parquet:
+            first, batches = _list_batches(table, columns, index, count)
+        else:
+            first = 0
+            table = table.select_columns(columns) if columns else table
+            batches = table.shard(count, index).with_format("arrow").iter(BATCH_ROWS)
+            name += f", part {index + 1}" if count > 1 else ""
         rows = itertools.chain.from_iterable(map(_to_rows, batches))
         for number, row in enumerate(rows, first + 1):
             value = clean_record(row, reader, notes)
@@ -204,18 +205,6 @@ def _list_batches(file: Any, columns: list[str], index: int, count: int) -> tupl
     groups = [*range(first, file.num_row_groups * (index + 1) // count)]
     row = sum(file.metadata.row_group(group).num_rows for group in range(first))
     return row, file.iter_batches(BATCH_ROWS, groups, columns, use_threads=False)
-
-
-def _list_row_batches(rows: Any, columns: list[str], index: int, count: int) -> tuple[int, Any]:
-    """Return the rows before one part of a dataset, a file if it is streamed, and its batches."""
-    row = 0
-    rows = rows.select_columns(columns) if columns else rows
-    if sources.is_streamed(rows):
-        rows = rows.shard(count, index)
-    else:
-        row = len(rows) * index // count
-        rows = rows.select(range(row, len(rows) * (index + 1) // count))
-    return row, rows.with_format("arrow").iter(BATCH_ROWS)
 
 
 def _select_columns(source: Source, reader: Reader, names: list[str]) -> list[str]:

@@ -95,7 +95,7 @@ def _copy_stdin(spool: Path) -> Path:
 
 
 def _find_in_folder(folder: Path, globs: Sequence[str], notes: Notes) -> list[Source]:
-    """List the files of a folder; broken links and what is no file are left out and noted."""
+    """List the files of a folder; broken links and pipes are left out and noted."""
     if any((folder / name).is_file() for name in SAVED_DATASET_FILES):
         raise UserError(f"{folder}: is a saved Hugging Face dataset. Give it as hf:{folder}.")
     names = [*_list_names(folder, "", globs, set())]

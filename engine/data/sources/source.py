@@ -22,6 +22,7 @@ HTTP_TIMEOUT_SECONDS = 60  # to wait for the next bytes of a web server
 VERSION_KEYS = ["ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_modified"]
 VERSION_KEYS += ["updated", "created"]
 SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
+MAX_SAVED_SHARDS = 2**8  # parts of a dataset of save_to_disk
 STREAMED_FILE_BYTES = 2**28  # assumed for a file of a streamed dataset, whose size is unknown
 RECORD_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 ZSTD_MODULE = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
@@ -49,13 +50,12 @@ class Source:
     @functools.cached_property
     def info(self) -> tuple[int, str]:
         """Size in bytes, and a version that changes with the content; 0 and "" if unknown."""
-        if self.hub_split:
-            rows = load_rows(self)
-            if is_streamed(rows):
-                return rows.num_shards * STREAMED_FILE_BYTES, self.revision
-            files = [_stat(file["filename"]) for file in rows.cache_files]
-            return sum(size for size, _ in files), " ".join(version for _, version in files)
+        if self.hub_split and self.revision:
+            return load_rows(self).num_shards * STREAMED_FILE_BYTES, self.revision
         with wrap_errors(self.name):
+            if self.hub_split:
+                files = [_stat(path) for path in sorted(Path(self.path).rglob("*.*"))]
+                return sum(size for size, _ in files), " ".join(version for _, version in files)
             if isinstance(self.path, Path):
                 return _stat(self.path)
             fs, path = file_system(self.path)
@@ -164,17 +164,13 @@ def open_source(source: Source) -> Iterator[io.BufferedReader]:
 
 @functools.lru_cache(16)
 def load_rows(source: Source) -> Any:
-    """Open a Hugging Face dataset: the rows in a folder of save_to_disk, else a stream of rows."""
+    """Open a stream of the rows of a Hugging Face dataset, also of a folder of save_to_disk."""
     datasets = import_optional("datasets", source.name)
     datasets.disable_progress_bars()
     with wrap_errors(source.name, HUB_ADVICE):
         if any(Path(source.path, file).is_file() for file in SAVED_DATASET_FILES):
             saved = datasets.load_from_disk(source.path)
-            return saved[source.hub_split] if isinstance(saved, dict) else saved
+            rows = saved[source.hub_split] if isinstance(saved, dict) else saved
+            return rows.to_iterable_dataset(num_shards=max(1, min(len(rows), MAX_SAVED_SHARDS)))
         options = {"split": source.hub_split, "revision": source.revision or None}
         return datasets.load_dataset(str(source.path), source.hub_config, streaming=True, **options)
-
-
-def is_streamed(rows: Any) -> bool:
-    """Return whether rows are a stream: without random access, and of unknown number."""
-    return not hasattr(rows, "cache_files")
