@@ -90,37 +90,26 @@ def test_peft_loads_an_exported_adapter_and_its_import_is_the_run(folder, tmp_pa
 
 EMBEDDED = {"target_modules": ["embed_tokens", "q_proj"]}
 TIED = {"base": "tied"}
-IA3 = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
 MERGED = [
-    (LORA, QV | {"r": 2, "lora_alpha": 7, "lora_dropout": 0.5}),
-    (LORA, ALL | {"use_rslora": True, "exclude_modules": ["down_proj"]}),
     (LORA, ALL | {"use_dora": True, "rank_pattern": {"q_proj": 3, "layers.0.mlp.*": 1}}),
-    (LORA, ALL | {"alpha_pattern": {r"layers\.1\..*": 9, "up_proj": 3}}),
-    (LORA, {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"}),
+    (LORA, QV | {"use_rslora": True, "lora_dropout": 0.5, "layers_to_transform": [1]}),
     (LORA, QV | {"modules_to_save": ["lm_head", "embed_tokens"]}),
     (LORA, QV | {"trainable_token_indices": [3, 4]}),
-    *((LORA, QV | {"init_lora_weights": kind}) for kind in ("pissa", "olora", "eva", "orthogonal")),
+    (LORA, QV | {"init_lora_weights": "pissa"}),
     (LORA, EMBEDDED),
     (LORA, TIED | EMBEDDED),
     (LORA, TIED | {"target_modules": ["lm_head"]}),
     (LORA, TIED | QV | {"modules_to_save": ["embed_tokens"]}),
     (LORA, TIED | ALL),
     (peft.VeraConfig, QV | {"save_projection": False}),
-    (peft.AdaLoraConfig, QV | {"total_step": 10}),
-    (peft.IA3Config, IA3),
-    (peft.LoHaConfig, QV),
-    (peft.LoKrConfig, QV),
+    (peft.IA3Config, {"target_modules": ["k_proj"], "feedforward_modules": []}),
     (peft.OFTConfig, QV | {"r": 0, "oft_block_size": 4}),
-    (peft.HRAConfig, QV),
-    (peft.FourierFTConfig, QV | {"n_frequency": 20}),
     (peft.LNTuningConfig, {}),
 ]
 REFUSED = [
     (LORA, QV | {"alora_invocation_tokens": [5, 10]}, "aLoRA does not support merging"),
     (LORA, QV | {"layer_replication": [[0, 2], [0, 2]]}, "another model|size mismatch"),
-    (LORA, QV | {"lora_bias": True}, "PEFT cannot merge it"),
     (peft.PromptTuningConfig, {"num_virtual_tokens": 4}, "merge_and_unload"),
-    (peft.PrefixTuningConfig, {"num_virtual_tokens": 4}, "merge_and_unload"),
 ]
 
 
@@ -165,19 +154,13 @@ PICKLE = {"init_lora_weights": "corda", "corda_config": {"cache_file": "x.pt"}}
 @pytest.mark.parametrize(
     ("config", "edit", "words"),
     [
-        (
-            {"megatron_config": {"a": 1}, "megatron_core": "antigravity"},
-            dict,
-            "megatron_config must",
-        ),
+        ({"megatron_config": {"a": 1}}, dict, "megatron_config must"),
         (PICKLE, dict, "init_lora_weights must"),
         ({"new_key": {"a": 1}}, dict, "Unexpected keyword.*new_key"),
         ({"peft_type": "NEW"}, dict, "cannot merge it"),
         ({"r": 3}, dict, "size mismatch.*--base"),
-        ({"rank_pattern": {"(": 2}}, dict, "cannot merge it"),
         ({"modules_to_save": ["lm_head"]}, dict, "lm_head"),
         ({}, lambda t: {name: t[name] for name in t if "A" in name}, "must have .*lora_B"),
-        ({}, lambda t: {name: value[:0] for name, value in t.items()}, "size mismatch"),
         ({}, lambda t: {name: value.char() for name, value in t.items()}, "is I8"),
         ({}, lambda t: {name: value * float("nan") for name, value in t.items()}, "differ by nan"),
         ({}, lambda t: t | {"x.lora_A.weight": next(iter(t.values())) + 0}, "unsupported tensor x"),
@@ -195,10 +178,7 @@ def test_an_adapter_that_does_not_fit_is_one_line(folder, exported, config, edit
 
 def test_adapters_of_other_formats_are_named(folder, exported):
     file = exported / "adapter_model.safetensors"
-    for name, words in (
-        ("adapters.safetensors", "MLX.*mlx_lm.fuse"),
-        ("adapter_model.bin", "PEFT"),
-    ):
+    for name, words in (("adapters.safetensors", "mlx_lm.fuse"), ("adapter_model.bin", "PEFT")):
         file = file.rename(exported / name)
         with pytest.raises(UserError, match=words):
             import_adapter(exported, folder / "untied")

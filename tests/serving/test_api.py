@@ -138,8 +138,10 @@ def test_prompts_are_texts_or_ids_and_each_has_n_choices(server):
         assert [choice["text"] for choice in choices] == texts
         assert usage["prompt_tokens"] == 3  # each prompt once
     choices, usage = complete(server, prompt=[97, 98], n=9)  # without a seed and a length
-    assert choices != complete(server, prompt="ab", n=9)[0]
+    assert choices != complete(server, prompt="ab", n=9, seed=-1)[0]
     assert 100 < usage["completion_tokens"] <= 9 * 16 and usage["prompt_tokens"] == 2
+    (choice,), usage = complete(server, prompt="a" * 2040, max_tokens=-1, temperature=0)
+    assert (usage["completion_tokens"], choice["finish_reason"]) == (8, "length")
 
 
 def test_logprobs_name_each_token_and_its_offset(server):
@@ -267,12 +269,13 @@ for name, values in WRONG_ARGUMENTS.items():
     REFUSALS += [(400, TEXT, {"prompt": "a", name: value}, name) for value in values]
 
 
-@pytest.mark.parametrize("options", [{}, {"stream": True}], ids=["whole", "stream"])
 @pytest.mark.parametrize(("status", "path", "body", "param"), REFUSALS)
 def test_a_mistake_is_an_error_in_openais_form_that_names_the_argument(
-    server, status, path, body, param, options
+    server, status, path, body, param
 ):
-    actual, answer = send(server, path, body | options if isinstance(body, dict) else body)
+    actual, answer = send(server, path, body)
+    if isinstance(body, dict):
+        assert send(server, path, body | {"stream": True}) == (actual, answer)
     error = answer["error"]
     assert actual == status and error.keys() == {"message", "type", "param", "code"}
     assert error["param"] == param or error["param"][:100] == param[:100] != param
@@ -340,13 +343,6 @@ def test_with_a_key_pages_of_any_origin_may_ask(server):
         assert ask(keyed, "GET", Authorization="Bearer secret") == (200, "*")
 
 
-def test_a_seed_and_a_limit_of_minus_one_are_chosen(server):
-    texts = {complete(server, prompt="The cat", seed=-1)[0][0]["text"] for _ in range(3)}
-    assert len(texts) > 1
-    (choice,), usage = complete(server, prompt="a" * 2040, max_tokens=-1, temperature=0)
-    assert (usage["completion_tokens"], choice["finish_reason"]) == (8, "length")
-
-
 def test_a_request_sets_variables_of_the_template_and_continues_a_message():
     with serving(tokenizer=BYTES.with_chat_template(TEMPLATE)) as server:
 
@@ -362,8 +358,7 @@ def test_a_request_sets_variables_of_the_template_and_continues_a_message():
         assert ask(MESSAGES, chat_template_kwargs={"enable_thinking": False})[1] == size + 5
         deep = b"[" * 900 + b"]" * 900
         message = b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"b": '
-        for start, end in ((message, b"}}"), (b'{"messages": ', b"}")):
-            assert send(server, CHAT, start + deep + end)[0] < 500
+        assert send(server, CHAT, message + deep + b"}}")[0] < 500
         text = "nullBe short.<|end|>Hello<|end|>I li"
         body = {"temperature": 0, "max_tokens": 8, "parse_special": True}
         (choice,), usage = complete(server, prompt=text, **body)
@@ -431,7 +426,7 @@ def test_a_body_that_does_not_arrive_is_an_error(monkeypatch, server):
         assert connection.getresponse().status == 408
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_answers_a_burst_and_a_signal_ends_it(trained, number):
     run = trained("run", "--steps", 1)
     command = [sys.executable, ROOT / "sample.py", run, "--serve", "--port=0", "--device=cpu"]
@@ -447,7 +442,7 @@ def test_the_command_answers_a_burst_and_a_signal_ends_it(trained, number):
         def ask(number: int) -> tuple[int, Any]:
             return send(server, TEXT, {"prompt": f"{number} is", "max_tokens": 3, "seed": number})
 
-        num_requests = 400 if number == signal.SIGINT else 10
+        num_requests = 200 if number == signal.SIGINT else 10
         with ThreadPoolExecutor(num_requests) as pool:
             answers = [*pool.map(ask, range(num_requests))]
         generate = partial(sample.load(run, "cpu").generate, max_new_tokens=3, **API_DEFAULTS)
