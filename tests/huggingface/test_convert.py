@@ -30,7 +30,7 @@ from engine.runs.checkpoint import load_model
 from engine.runs.run_files import find_checkpoint
 
 transformers.logging.set_verbosity_error()
-NUM_MODELS = int(os.environ.get("SHAPES", "12"))
+NUM_MODELS = int(os.environ.get("SHAPES", "6"))
 SCALED_ROPE = LLAMA3_ROPE | {"original_max_position_embeddings": 24}
 
 
