@@ -36,7 +36,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.generation.scores import QUESTION_BATCH_SIZE, count_right, score_record
 from engine.nn.loss import IGNORE_INDEX
 from engine.report.callback import default_callbacks
-from engine.runs.checkpoint import Checkpoint, ModifyModel, check_modification
+from engine.runs.checkpoint import Checkpoint, ModifyModel, check_definition, check_modification
 from engine.runs.run_files import find_checkpoint
 from engine.training.callbacks import print_summary
 from engine.training.config import BUILT_IN_DATA, TrainConfig, load_config
@@ -295,6 +295,7 @@ def open_base(
         base = dist_ctx.run_on_main(find_checkpoint, config.init_from)
         if base:
             check_modification(base, modify_model)
+            check_definition(base)
             if not data.tokenizer.is_extension_of(load_tokenizer(base.path / "tokenizer.json")):
                 raise data.tokenizer_error(base.path)
     return base

@@ -54,7 +54,6 @@ MISTAKES = [  # command line, exit code, and a regex of the line
     ("train good.jsonl", 1, r"--chat.*python prepare\.py good\.jsonl"),
     ("train good.jsonl --init-from out/run", 1, "--tokenizer out/run, .*--init-from out/run$"),
     ("train nano.py", 1, "nano.py: must be TOML.*prepare.py nano.py"),
-    ("train trainer.json", 1, "trainer.json: must be TOML"),
     ("train text.txt --glob '*.md'", 1, "--glob"),
     ("train data/numbers", 1, "Use --data data/numbers"),
     ("train out/run", 1, "Use --init-from out/run"),
@@ -128,8 +127,6 @@ OTHER_FLAGS = {"debug", "dirty", "flags", "help", "max-restarts", "nproc-per-nod
 GOOD = b'{"q": "a", "a": "b", "messages": [{"role": "assistant", "content": "c"}]}\n'
 FILES = {
     "nano.py": b"# from nanoGPT\nout_dir = 'out'\nbatch_size = 64  # rows\n",
-    "axolotl.yml": b"lr: 1\nmodel:\n  dim: 3\n- a\n",
-    "trainer.json": b'{"lr": 1}',
     "bad.txt": b"abc\xffdefghijk",
     "latin-1.txt": b"a\xe4",
     "empty.txt": b"",

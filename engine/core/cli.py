@@ -116,26 +116,15 @@ class Interruption:
 def shell_command(*words: object) -> str:
     """Return a command to paste into a shell, in which each word stays one argument.
 
-    Control characters are shown as bash's escapes. A path that looks like a flag gets ``./``.
+    A path that looks like a flag gets ``./``.
     """
-    quoted_words = []
-    for word in words:
-        text = f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
-        escaped = f"$'{''.join(map(escape_character, text))}'"
-        quoted_words.append(shlex.quote(text) if text.isprintable() else escaped)
-    return " ".join(quoted_words)
-
-
-def escape_character(char: str) -> str:
-    """Return a character as bash reads it between ``$'`` and ``'``."""
-    if char.isprintable() and char not in "'\\":
-        return char
-    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(char))
+    paths = [word for word in words if isinstance(word, Path) and str(word).startswith("-")]
+    return shlex.join(f"./{word}" if word in paths else str(word) for word in words)
 
 
 def escape_controls(text: str) -> str:
-    """Return a text without control characters, which could command a terminal."""
-    return CONTROL_PATTERN.sub(lambda match: escape_character(match[0]), text)
+    """Return a text with ``?`` for control characters, which could command a terminal."""
+    return CONTROL_PATTERN.sub("?", text)
 
 
 def describe_error(error: Exception) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 import tyro
 from tyro import conf
 
-from engine.core.cli import MAX_MESSAGE_CHARS, escape_controls
+from engine.core.cli import CONTROL_PATTERN, MAX_MESSAGE_CHARS, escape_controls
 from engine.core.errors import UserError, did_you_mean, wrap_library_errors
 from engine.core.files import read_input
 from engine.core.values import check_ranges, convert, field_values, iterate_hints
@@ -43,6 +43,7 @@ OTHER_NAMES = {
     "num_samples": "n",
     "gguf": "quant quantize outtype",
 }
+TOML_ADVICE = ". In TOML, a path with backslashes needs single quotes."
 DEBUG_HELP = "--debug shows the traceback of any error."  # cli.run_command handles it
 # Without DisallowNone the help has {None} at each flag.
 TYRO_MARKERS = (conf.OmitArgPrefixes, conf.DisallowNone, conf.PositionalMetavarFromFieldName)
@@ -71,13 +72,14 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Return the settings in a TOML file, in types of JSON. Raises UserError if it is not valid."""
     with open(path, "rb") as file:
         content = read_input(file, path)
-    with wrap_library_errors(f"{path}: not valid TOML", ValueError, RecursionError, advice="."):
+    problem = f"{path}: not valid TOML"
+    with wrap_library_errors(problem, ValueError, RecursionError, advice=TOML_ADVICE):
         return json.loads(json.dumps(tomllib.loads(content.decode("utf-8-sig")), default=str))
 
 
 def parse(cls: Any, arguments: Sequence[str] | None = None, **options: Any) -> Any:
     """Parse a command line into a dataclass, or into one of several; a mistake exits with 2."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = spell_booleans(cls, sys.argv[1:] if arguments is None else arguments)
     description = options.get("description", inspect.getdoc(cls))
     options |= {"description": f"{description} {DEBUG_HELP}", "config": TYRO_MARKERS}
     box = io.StringIO()
@@ -99,6 +101,25 @@ def parse(cls: Any, arguments: Sequence[str] | None = None, **options: Any) -> A
     sys.exit(2)
 
 
+def spell_booleans(cls: Any, arguments: Sequence[str]) -> list[str]:
+    """Return the arguments, with a boolean flag that has =True or =False in the usual form."""
+    names = {name for name, hint in command_hints(cls) if bool in (hint, *get_args(hint))}
+    spelled = []
+    for argument in arguments:
+        flag, _, value = argument.partition("=")
+        is_boolean = flag.removeprefix("--").replace("-", "_") in names
+        if is_boolean and value.lower() in ("true", "false"):
+            argument = flag if value.lower() == "true" else flag.replace("--", "--no-", 1)
+        spelled.append(argument)
+    return spelled
+
+
+def command_hints(cls: Any) -> list[tuple[str, Any]]:
+    """Return the name and annotation of each setting of a command, or of several commands."""
+    commands = [get_args(command)[0] for command in get_args(cls)] or [cls]
+    return [pair for command in commands for pair in iterate_hints(command)]
+
+
 def explain_mistake(cls: Any, box: str) -> str:
     """Return the message in a box of tyro on one line, without its help.
 
@@ -109,8 +130,7 @@ def explain_mistake(cls: Any, box: str) -> str:
     match = re.match(r"Unrecognized .*?options: (--[^, =]+)", message)
     if not match:
         return message
-    commands = [get_args(command)[0] for command in get_args(cls)] or [cls]
-    names = [name for command in commands for name, _ in iterate_hints(command)]
+    names = [name for name, _ in command_hints(cls)]
     return f"{match[1]}: unknown flag. {propose_name(match[1], names, '--')}"
 
 
@@ -185,6 +205,9 @@ def from_values(cls: type[Config], values: Any, source: str) -> Config:
         if is_tuple and isinstance(value, str | int | float):
             value = [value]
         converted[name] = convert(value, hint, f"{source}: {name}")
+        texts = value if isinstance(value, list) else [value]
+        if "Path" in str(hint) and any(CONTROL_PATTERN.search(str(text)) for text in texts):
+            raise UserError(f"{source}: {name}: is not a path (got {value!r}){TOML_ADVICE}")
     try:
         return build(cls, converted)
     except (UserError, ValueError) as error:  # of a __post_init__

@@ -1,6 +1,8 @@
 """One checkpoint: the state of a run at one step, written atomically and verified by hashes."""
 
 import contextlib
+import hashlib
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,12 +17,13 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from engine.core import files
+from engine.core.cli import warn
 from engine.core.errors import UserError
 from engine.core.values import Count, Seconds, convert
 from engine.nn.attention import check_attention
 from engine.nn.bounds import set_default_sizes
 from engine.nn.lora import add_lora, merge_updates
-from model import GPT, ModelConfig
+from model import GPT, Head, ModelConfig, MultiHeadAttention
 
 Tensors = dict[str, Tensor]
 ModifyModel = Callable[[GPT], None]
@@ -58,6 +61,7 @@ class RunState:
     imported: str | None = None  # what it was imported from
     base: BaseReference | None = None  # of an adapter
     is_modified: bool = False  # by a function of the caller of train()
+    definition: str = ""  # with --attention loop: hash_definition() at that time
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", set_default_sizes(self.model))
@@ -295,6 +299,18 @@ def check_modification(checkpoint: Checkpoint, modify_model: ModifyModel | None)
         raise UserError(f"{checkpoint.path}: {problem}. {advice}.")
 
 
+def check_definition(checkpoint: Checkpoint) -> None:
+    """Warn of a model that ``--attention loop`` trained with another definition than today's."""
+    if checkpoint.state.definition not in ("", hash_definition()):
+        warn(f"{checkpoint.path}: was trained with another definition of attention in model.py")
+
+
+def hash_definition() -> str:
+    """Return a hash of the source of attention, which ``--attention loop`` computes with."""
+    source = inspect.getsource(Head) + inspect.getsource(MultiHeadAttention)
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
 def build_meta_model(
     config: ModelConfig, lora: tuple[Any, ...] = (), modify_model: ModifyModel | None = None
 ) -> GPT:
@@ -318,6 +334,7 @@ def load_model(
     ``modify_model`` changes the model as in training.
     """
     check_modification(checkpoint, modify_model)
+    check_definition(checkpoint)
     weights = {name: value.to(dtype) for name, value in checkpoint.merged_model()}
     config = checkpoint.state.model
     message = f"{checkpoint.path}: corrupted, its weights do not match its state.json"

@@ -1,9 +1,6 @@
 """Every setting of a training run: typed, where None means automatic, and complete."""
 
-import contextlib
-import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +13,7 @@ from engine.core.cli import shell_command
 from engine.core.device import choose_dtype
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
-from engine.core.settings import build, check_flags, load_settings, read_toml
+from engine.core.settings import build, check_flags, load_settings, read_toml, spell_booleans
 from engine.core.values import AUTO, Auto, field_values
 from engine.data.batches import dataset_paths
 from engine.data.dataset import dataset_name
@@ -180,10 +177,7 @@ DEFAULTS |= {"frozen_dtype": "float32", "train_tokens": False}
 COMMAND_DEFAULTS: dict[str, Any] = {"text": "", "glob": (), "depth": None, "plan": False}
 COMMAND_DEFAULTS |= {"resume": False, "auto_resume": False}
 MAX_SETTINGS_BYTES = 2**14  # of a file of settings of another trainer
-YAML_PATTERN = r" *(- )?[\w.-]+:( .*)?| *- .*|---"
-# Suffix of settings of another trainer → what each line is.
-SETTINGS_PATTERNS = {".py": r"\w+ *=[^=]*", ".json": "", ".yaml": YAML_PATTERN}
-SETTINGS_PATTERNS[".yml"] = YAML_PATTERN
+SETTINGS_SUFFIXES = {".py", ".json", ".yaml", ".yml"}
 # What a folder of a run, a checkpoint or a dataset has, and the flag for it.
 FOLDER_FLAGS = {"checkpoints": "--init-from", "state.json": "--init-from"}
 FOLDER_FLAGS |= {"train-00000.npy": "--data"}
@@ -199,12 +193,15 @@ CHANGEABLE_SETTINGS |= {"weight_decay", "clip_norm", "beta1", "beta2", "momentum
 
 def load_config(arguments: Sequence[str]) -> TrainConfig:
     """Return the settings of a command line; those of the run to resume, where it sets none."""
+    arguments = spell_booleans(TrainConfig, arguments)
     name = arguments[0] if arguments and not arguments[0].startswith("-") else ""
     for file, flag in FOLDER_FLAGS.items():
         if name and Path(name, file).exists():
             raise UserError(f"{name}: is not a text. Use {shell_command(flag, name)} instead.")
     flags = {argument.partition("=")[0] for argument in arguments}
-    if name and has_settings(Path(name)):
+    path = Path(name)
+    is_settings_file = path.suffix.lower() in SETTINGS_SUFFIXES and path.is_file()
+    if is_settings_file and path.stat().st_size <= MAX_SETTINGS_BYTES:
         advice = f"To train on this file as text: {shell_command('python', 'prepare.py', name)}"
         raise UserError(f"{name}: must be TOML, as in config/, to hold settings. {advice}.")
     if name and not name.lower().endswith(".toml"):
@@ -218,23 +215,6 @@ def load_config(arguments: Sequence[str]) -> TrainConfig:
         config = load_settings(TrainConfig, arguments, recorded)
     check_config(config, flags)
     return config
-
-
-def has_settings(path: Path) -> bool:
-    """Return whether a small file has settings of another trainer, in Python, YAML or JSON."""
-    suffix = path.suffix.lower()
-    if suffix not in SETTINGS_PATTERNS or not path.is_file():
-        return False
-    if path.stat().st_size > MAX_SETTINGS_BYTES:
-        return False
-    text = path.read_text(encoding="utf-8", errors="replace")
-    if suffix == ".json":
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(text)
-            return isinstance(value, dict) and "text" not in value and "[{" not in text
-        return False
-    lines = [line for line in text.splitlines() if line.strip(" #") and not line.startswith("#")]
-    return bool(lines) and all(re.fullmatch(SETTINGS_PATTERNS[suffix], line) for line in lines)
 
 
 def check_config(config: TrainConfig, flags: set[str]) -> None:
@@ -259,8 +239,11 @@ def check_config(config: TrainConfig, flags: set[str]) -> None:
         ("--rope-base --rope-scaling", model.position == "rope", "--position rope"),
         ("--num-layers --num-heads --d-model", "--depth" not in flags, "no --depth"),
     ]
-    for names, is_met, need in rules:
-        check_flags((flag, flag in flags, is_met, need) for flag in names.split())
+    check_flags(
+        (flag, flag in flags, is_met, need)
+        for names, is_met, need in rules
+        for flag in names.split()
+    )
 
 
 def set_values(config: TrainConfig) -> dict[str, Any]:

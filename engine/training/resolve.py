@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.core.cli import count_noun, warn
+from engine.core.cli import count_noun, say, warn
 from engine.core.device import choose_dtype
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
@@ -31,6 +31,7 @@ from model import GPT, ModelConfig
 
 # Changing these settings changes no result.
 SETTINGS_IGNORED_ON_RESUME = {"data", "out", "wandb", "verify_data", "keep_checkpoints", "base"}
+SIZES = ("num_layers", "num_heads", "d_model", "context_length", "batch_size")
 # Tokens of context without --context-length.
 MIN_EXAMPLE_CONTEXT = 256
 MAX_CHOSEN_CONTEXT = 1024  # longer examples of a base model fit too
@@ -62,11 +63,19 @@ def resolve(
     dist_ctx.assert_equal_across_ranks(settings, ignore=SETTINGS_IGNORED_ON_RESUME | {"device"})
     base_state = dist_ctx.broadcast(asdict(base.state) if base else None)
     base_state = convert(base_state, RunState | None, "state")
+    rules = [
+        ("--lora-rank", config.lora_rank, config.init_from, "--init-from DIRECTORY"),
+        ("--score-file", config.score_file, config.score, "--score"),
+        ("--best-by score", config.best_by == "score", config.score, "--score"),
+    ]
+    check_flags(rules)
     config = fit_model(config, data, base_state)
     config = choose_frozen_weights(config, data, dist_ctx, base)
     config, data = fit_context(config, data, dist_ctx, base_state)
     sizes = SizeSearch(config, data, dist_ctx).choose(started_at, measure)
     run_config = make_run_config(config, sizes, dist_ctx)
+    if not sizes and not checkpoint:
+        dist_ctx.run_on_main(print_default_sizes, config, run_config)
     if config.micro_batch_size is None:
         row_length = data.row_length(run_config.context_length)
         run_config = fit_micro_batches(run_config, dist_ctx, row_length)
@@ -85,6 +94,15 @@ def resolve(
         is_longer = context_length > run_config.context_length
         run_config = replace(run_config, model_context=context_length if is_longer else 0)
     return run_config, data
+
+
+def print_default_sizes(typed: TrainConfig, config: TrainConfig) -> None:
+    """Print the sizes that are defaults, not chosen for the data, since another size is typed."""
+    typed_values = set_values(typed)
+    values = set_values(config)
+    sizes = [f"{name} {values[name]}" for name in SIZES if name not in typed_values]
+    if sizes:
+        say(f"sizes that are not chosen, as others are set: {', '.join(sizes)}")
 
 
 def check_text_settings(config: TrainConfig, data: Dataset) -> None:
@@ -127,7 +145,6 @@ def choose_frozen_weights(
 
     Embeddings and head are trained if the data has tokens that the base has not learned.
     """
-    check_flags([("--lora-rank", config.lora_rank, config.init_from, "--init-from DIRECTORY")])
     values: dict[str, Any] = {}
     if base and config.lora_rank:
         _, new_ids = split_token_ids(base, data.tokenizer, data.learns_chats)
@@ -266,8 +283,6 @@ def load_questions(
     Raises UserError for questions without an answer, or of another kind than the score.
     """
     if not config.score:
-        rules = {"--score-file": config.score_file, "--best-by score": config.best_by == "score"}
-        check_flags((flag, is_set, False, "--score") for flag, is_set in rules.items())
         return []
     if config.score_file:
         start = initial_tokens(data.tokenizer, data.manifest["splits"]["train"]["documents"])

@@ -24,6 +24,7 @@ from engine.runs.checkpoint import (
     SaveTokenizer,
     Tensors,
     adapters_file,
+    check_definition,
     complete_shards,
     open_checkpoint,
     write_checkpoint,
@@ -89,6 +90,7 @@ class RunDir:
                 continue
             self.complete.clear()  # the others are not verified
             self.dist_ctx.broadcast_from_main(self._prune, checkpoint.path)
+            self.dist_ctx.run_on_main(check_definition, checkpoint)
             return checkpoint
         if names:
             raise UserError(f"{self.path}: every checkpoint is corrupted. Choose another --out.")

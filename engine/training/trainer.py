@@ -28,6 +28,7 @@ from engine.runs.checkpoint import (
     RunState,
     build_meta_model,
     check_modification,
+    hash_definition,
     rank_evaluations,
 )
 from engine.runs.run_files import find_base
@@ -339,6 +340,7 @@ class Trainer:
             documents=manifest["splits"]["train"]["documents"],
             base=self.base_reference,
             is_modified=self.modify_model is not None,
+            definition=hash_definition() if self.config.model.attention == "loop" else "",
         )
         with self.budget.timing("save"):
             weights = self.model.state_dict()
