@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, fork, logged, newest_checkpoint, tiny, wait_for
+from helpers import ROOT, fork, logged, newest_checkpoint, tiny, train_tiny, wait_for
 
 import train
 from engine.core.settings import load_settings
@@ -38,18 +38,6 @@ def read_changes() -> dict[str, tuple[str, list[str]]]:
 
 
 CHANGES = read_changes()
-
-
-def train_in(project: Path, data: Path, out: Path, *flags: str) -> dict[int, float]:
-    """Train a tiny model with the sources of a project; return its losses by step."""
-
-    def run() -> int:
-        import_from(project)
-        return importlib.import_module("train").main(tiny(data, out, "--steps", 12, *flags))
-
-    log = out.with_suffix(".log")
-    assert wait_for(fork(log, run)) == 0, log.read_text()
-    return logged(out, "train_loss")
 
 
 def import_from(project: Path) -> None:
@@ -86,12 +74,6 @@ def test_the_house_stays_within_its_budget():
     assert sum(len(page.read_text().split()) for page in documents) <= MAX_DOCUMENT_WORDS
 
 
-@pytest.fixture(scope="module")
-def baseline(numbers: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of the sources as they are."""
-    return train_in(ROOT, numbers, tmp_path_factory.mktemp("baseline") / "run")
-
-
 def test_a_change_applies_to_one_file():
     for diff, _ in CHANGES.values():
         assert len(re.findall(r"^\+\+\+ ", diff, re.MULTILINE)) == 1
@@ -99,52 +81,54 @@ def test_a_change_applies_to_one_file():
         subprocess.run(apply, input=diff, encoding="utf-8", cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize("title", ["ALiBi", "An optimizer"])
-def test_a_change_trains(title, baseline, numbers, tmp_path):
-    diff, flags = CHANGES[title]
+def test_two_changes_train_and_changed_scores_are_sampled_and_drawn(numbers, tmp_path):
     project = tmp_path / "project"
     project.mkdir()
     for path in (path for pattern in SOURCES for path in ROOT.glob(pattern)):
         (shutil.copytree if path.is_dir() else shutil.copy)(path, project / path.name)
-    subprocess.run(["git", "apply", "-"], input=diff, encoding="utf-8", cwd=project, check=True)
-    losses = train_in(project, numbers, tmp_path / "changed", *flags)
-    assert losses[12] < losses[1]
-    assert losses != baseline  # the change had an effect
-    if "loop" in flags:
-        assert 0 < len(re.findall(r"^[+-](?!\+\+|--)", diff, re.MULTILINE)) <= 10
-        check_changed_scores(project, numbers, tmp_path / "changed", flags)
+    scores, optimizer = CHANGES["ALiBi"], CHANGES["An optimizer"]
+    for diff, _ in (scores, optimizer):
+        subprocess.run(["git", "apply", "-"], input=diff, encoding="utf-8", cwd=project, check=True)
+    assert 0 < len(re.findall(r"^[+-](?!\+\+|--)", scores[0], re.MULTILINE)) <= 10
+    runs = {"unchanged": [], "scores": scores[1], "both": [*scores[1], *optimizer[1]]}
 
-
-def check_changed_scores(project: Path, data: Path, run: Path, flags: list[str]) -> None:
-    """Check that changed scores are sampled and drawn, or refused without the loop."""
-
-    def check() -> int:
+    def train_both() -> int:
         import_from(project)
-        model = importlib.import_module("sample").load(run).model
-        maps = importlib.import_module("engine.report.attention_maps").attention_maps
-        attention = model.blocks[0].attention
-        ids = torch.arange(model.config.context_length)
-        x = model.blocks[0].attention_norm(model.embed(ids[None], ids))
-        values = [group_head.value(x) for _, group_head, _ in attention.heads_with_shared()]
-        mixed = torch.cat([*maps(model, ids)[0][:, None] @ torch.stack(values)], dim=-1)
-        expected = attention.projection(mixed)
-        torch.testing.assert_close(attention(x, model.rotation(ids)), expected)
-        engine = importlib.import_module("engine.generation.decoding_engine").DecodingEngine(model)
-        text = [5, 3]
-        engine.add(text)
-        logits = engine.read(0)
-        for token in [7, 1, 8] * model.config.context_length:
-            text.append(token)
-            logits = engine.step([token])
-        context = text[-engine.rows[0].num_cached :]
-        torch.testing.assert_close(logits, model(torch.tensor([context]))[:, -1])
-        fused = [flag for flag in flags if flag not in ("--attention", "loop")]
+        for name in ("scores", "both"):
+            flags = tiny(numbers, tmp_path / name, "--steps", 12, *runs[name])
+            importlib.import_module("train").main(flags)
+        check_changed_scores(tmp_path / "scores")
+        fused = tiny(numbers, tmp_path / "fused", *optimizer[1])
         with pytest.raises(Exception, match=r"Head\.attention defines.*--attention loop"):
-            importlib.import_module("train").main(tiny(data, run.with_name("fused"), *fused))
+            importlib.import_module("train").main(fused)
         return 0
 
-    log = run.with_name("check.log")
-    assert wait_for(fork(log, check)) == 0, log.read_text()
+    train_tiny(numbers, tmp_path / "unchanged", "--steps", 12)
+    assert wait_for(fork(tmp_path / "log", train_both)) == 0, (tmp_path / "log").read_text()
+    losses = [logged(tmp_path / name, "train_loss") for name in runs]
+    assert all(each[12] < each[1] for each in losses)
+    assert losses[0] != losses[1] != losses[2]
+
+
+def check_changed_scores(run: Path) -> None:
+    """Check that a run's scores are sampled and drawn as they are computed."""
+    model = importlib.import_module("sample").load(run).model
+    maps = importlib.import_module("engine.report.attention_maps").attention_maps
+    attention = model.blocks[0].attention
+    ids = torch.arange(model.config.context_length)
+    x = model.blocks[0].attention_norm(model.embed(ids[None], ids))
+    values = [group_head.value(x) for _, group_head, _ in attention.heads_with_shared()]
+    mixed = torch.cat([*maps(model, ids)[0][:, None] @ torch.stack(values)], dim=-1)
+    torch.testing.assert_close(attention(x, model.rotation(ids)), attention.projection(mixed))
+    engine = importlib.import_module("engine.generation.decoding_engine").DecodingEngine(model)
+    text = [5, 3]
+    engine.add(text)
+    logits = engine.read(0)
+    for token in [7, 1, 8] * model.config.context_length:
+        text.append(token)
+        logits = engine.step([token])
+    context = text[-engine.rows[0].num_cached :]
+    torch.testing.assert_close(logits, model(torch.tensor([context]))[:, -1])
 
 
 def test_the_change_from_outside_trains_a_new_parameter(numbers, tmp_path, monkeypatch, capsys):
