@@ -530,3 +530,4 @@ def imitate_cuda(folder: Path, *arguments: str) -> Iterator[Callable[..., dict[s
             return reports
 
         yield run
+        process.kill()  # to end it takes seconds

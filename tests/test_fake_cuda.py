@@ -10,17 +10,15 @@ LONG = {"windows": (70,), "context_length": 300}  # more than a window, and seve
 RUNS = {
     "micro-batches": ("default", {"dropout": 0.1}, {"micro_batch_size": 2}),
     "gpt2": ("gpt2", {}, {"dtype": "float16", **ADAMW}),
-    "2017": ("2017", {}, {}),
+    "2017": ("2017", {}, {"checkpoint_activations": True}),
     "relu2": ("relu2", {}, {"dtype": "float16"}),
     "windows": ("qwen3", LONG, {"optimizer": {"window_warmup": 0.5}}),
     "documents": ("qwen3", {"windows": (5,)}, {"document_mask": True, **ADAMW}),
-    "float32": ("default", {"rope_scaling": (8.0, 1.0, 4.0, 8192.0)}, {"dtype": "float32"}),
-    "windows in float32": ("qwen3", LONG, {"dtype": "float32"}),
-    "checkpointed": ("default", {}, {"checkpoint_activations": True}),
+    "float32": ("qwen3", LONG | {"rope_scaling": (8.0, 1.0, 4.0, 8192.0)}, {"dtype": "float32"}),
     "loop": ("default", {"attention": "loop"}, {}),
     "lora": ("default", {}, {"lora_rank": 4}),
 }
-COMPILED_RUNS = ("relu2", "windows", "windows in float32", "documents")
+COMPILED_RUNS = ("relu2", "float32", "documents")
 
 
 @pytest.fixture(scope="module")
