@@ -1,6 +1,5 @@
-"""Documents keep their split when others are added; validation text of one's own; repeats."""
+"""Documents keep their split when others are added; validation text of one's own."""
 
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +10,10 @@ from helpers import make_dataset
 
 from engine.core.errors import UserError
 from engine.data.dataset import open_dataset
-from engine.data.shards.dataset_summary import describe_dataset
 from engine.data.split import token_ids
 from prepare import PrepareConfig, prepare
 
-SIZES = (60, 61, 120, 400)  # of growing datasets
+SIZES = (60, 61, 400)  # of growing datasets
 PAIR_FIELDS = {"prompt_field": "q", "completion_field": "a"}
 PAIR_SETTINGS = {"val_fraction": 0.3, **PAIR_FIELDS}
 
@@ -47,7 +45,6 @@ def write_texts(path: Path, texts: list[str]) -> Path:
 
 
 GROWING: dict[str, tuple[Callable[[Path, list[str]], Any], dict[str, Any]]] = {
-    "lines": (lambda _, texts: [{"text": text} for text in texts], {}),
     "folder": (write_texts, {"deduplicate": True}),
     "pairs": (lambda _, texts: [{"q": text[:12], "a": text} for text in texts], PAIR_SETTINGS),
 }
@@ -68,11 +65,6 @@ def test_many_documents_stay_in_their_split_when_others_are_added(name, tmp_path
         num_bytes = {split: len(text.encode()) for split, text in decoded.items()}
         assert 0.5 < num_bytes["val"] / sum(num_bytes.values()) / fraction < 2.5
     assert len(validated) > 20 and not capsys.readouterr().err
-
-
-def prepared(folder: Path, texts: list[str], **settings: Any) -> Path:
-    """Prepare texts as documents."""
-    return make_dataset(folder, [{"text": text} for text in texts], **settings)
 
 
 # Validation text of one's own.
@@ -134,14 +126,3 @@ def test_validation_is_another_split_of_a_dataset_of_hugging_face(tmp_path: Path
     assert decode(tmp_path / "data") == expected
     with pytest.raises(UserError, match="hf_val_split test"):
         prepare(PrepareConfig(**{**vars(config), "hf_val_split": "train"}))
-
-
-# Repeats.
-
-
-def test_a_document_that_is_cut_is_counted_once_everywhere(tmp_path: Path):
-    data = prepared(tmp_path, [document(number) for number in range(45)])
-    output = describe_dataset(data)
-    ratio = open_dataset(data).bytes_per_token("train")
-    assert re.search(r"(?m)^ +documents +45$", output)
-    assert re.search(rf"(?m)^ +train tokens .* {ratio:.2f} a token", output)

@@ -88,4 +88,4 @@ def test_dates_are_learned_and_measured_by_one_command(run, tmp_path: Path):
 
 
 def test_a_chat_is_learned_by_one_command(run):
-    assert "sample.py out/chat --chat" in run("chat", "--examples", 200, "--steps", 1)
+    assert "sample.py out/chat --chat" in run("chat", "--examples", 100, "--steps", 1)

@@ -14,6 +14,7 @@ from prepare import PrepareConfig, prepare
 
 def test_every_input_of_the_guide_is_written_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pairs, "NUM_CHATS", 100)
     Path("book.txt").write_text("mine")
     pairs.main([])
     assert Path("book.txt").read_text() == "mine"
