@@ -215,14 +215,14 @@ def test_a_run_after_an_interruption_encodes_what_is_missing_or_has_changed(
 
 
 def test_an_error_in_a_later_unit_keeps_the_finished_ones(many_units, corpora, tmp_path):
-    shutil.copytree(corpora / "texts", tmp_path / "texts")
     out = tmp_path / "data"
-    (tmp_path / "texts" / "99.txt").write_bytes(b"words\n" * 60_000 + b"\xff")
-    config = PrepareConfig((str(tmp_path / "texts"),), out=out, tokenizer="byte")
+    (tmp_path / "99.txt").write_bytes(b"words\n" * 60_000 + b"\xff")
+    inputs = (str(corpora / "texts"), str(tmp_path / "99.txt"))
+    config = PrepareConfig(inputs, out=out, tokenizer="byte")
     with pytest.raises(UserError, match=r"99\.txt"):
         prepare(config)
     assert num_finished(out) > 2 and not out.exists()
-    (tmp_path / "texts" / "99.txt").unlink()
+    (tmp_path / "99.txt").write_bytes(b"words\n" * 60_000)
     prepare(config)
     assert [path.name for path in tmp_path.iterdir() if "data" in path.name] == ["data"]
 
