@@ -156,7 +156,7 @@ def train_step(trainer: Trainer) -> tuple[Tensor, float, Tensor]:
     norm before clipping. Loss and gradient are sums, divided by the targets of the full batch.
     """
     batch = trainer.batches.get(trainer.step)  # inputs and targets, (rows of this rank, T) each
-    loss = trainer.passes.acceleration.attempt(compute_gradients, trainer, *batch)
+    loss = trainer.passes.acceleration.run_with_fallback(compute_gradients, trainer, *batch)
     learning_rate, grad_norm = trainer.optimizer.step(trainer.step, trainer.budget.total_steps)
     trainer.step += 1
     trainer.evaluation = None
@@ -228,7 +228,9 @@ def evaluate(
             for inputs, targets in passes.evaluation_batches(dataset.val, is_last):
                 if dist_ctx.any(should_stop()):
                     return None
-                loss = passes.acceleration.attempt(passes.loss, passes.model, inputs, targets)
+                loss = passes.acceleration.run_with_fallback(
+                    passes.compute_loss, passes.model, inputs, targets
+                )
                 total_loss += loss.item()
                 num_targets += (targets != IGNORE_INDEX).sum().item()
             num_tokens += num_targets

@@ -169,14 +169,6 @@ def test_a_changed_layer_changes_forward_loop_gradient_and_decoder_alike(name, k
 # Positions.
 
 
-def test_rope_rotates_by_angles_in_proportion_to_the_position():
-    cos, sin = GPT(SMALL).rotation(torch.arange(3, 8))[..., :4]
-    angles = torch.arange(3.0, 8)[:, None] * 10_000.0 ** (-torch.arange(4) / 4)
-    torch.testing.assert_close(cos, angles.cos())
-    torch.testing.assert_close(sin, angles.sin())
-    assert GPT(VARIANTS["gpt2"]).rotation(torch.arange(4)) is None
-
-
 def test_sinusoidal_positions_are_those_of_2017():
     config = VARIANTS["2017"]
     model = random_model(config)

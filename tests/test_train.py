@@ -599,10 +599,12 @@ def test_with_a_document_mask_a_row_has_the_loss_of_its_documents_alone(document
             expected += F.cross_entropy(logits, row_targets[start:end], reduction="sum")
     compiled = torch.compile(run.model, backend="aot_eager")
     for model in (run.model, compiled):
-        loss = run.passes.loss(model, inputs, targets)
+        loss = run.passes.compute_loss(model, inputs, targets)
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     run.model.eval()
-    torch.testing.assert_close(run.passes.loss(run.model, inputs, targets), loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        run.passes.compute_loss(run.model, inputs, targets), loss, rtol=1e-5, atol=0
+    )
     assert run.model(inputs, targets).item() != pytest.approx(loss.item(), rel=1e-3)
 
 

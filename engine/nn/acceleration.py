@@ -243,17 +243,23 @@ class Acceleration:
         model: nn.Module,
         device: torch.device,
         warn: Callable[[str], object],
+        warm_up: Callable[[], object],
         captures: bool,
         compiles_blocks: bool,
+        is_dynamic: bool,
     ):
-        """Let steps be captured; then, or if ``compiles_blocks``, compile blocks, not the model."""
+        """Let steps be captured; then, or if ``compiles_blocks``, compile blocks, not the model.
+
+        To compile is to call ``warm_up``, which must run the model. Shapes vary if ``is_dynamic``.
+        """
         self.model = model
         self.warn = warn
+        self.warm_up = warm_up
+        self.is_dynamic = is_dynamic
         self.compiles_blocks = compiles_blocks
         self.pool: GraphPool | None = None
         if captures:
             self.pool = GRAPH_POOLS[device.type](device, self._stop_capturing)
-        self.warm_up: Callable[[], object] = lambda: None
         self.undo_compilation: Callable[[], None] | None = None
         # Called after torch.OutOfMemoryError; returns whether less memory is needed from now on.
         self.make_room: Callable[[], bool] = lambda: False
@@ -263,16 +269,11 @@ class Acceleration:
         """Whether steps are captured."""
         return self.pool is not None and self.pool.is_enabled
 
-    def compile(self, warm_up: Callable[[], object], is_dynamic: bool) -> None:
-        """Compile the model in place, by a call of ``warm_up``, which must run it.
+    def compile(self) -> None:
+        """Compile the model in place, and call it.
 
         Captured blocks are as fast as a compiled model, and take a fifth of the time to compile.
         """
-        self.warm_up = warm_up
-        self.is_dynamic = is_dynamic
-        self._compile()
-
-    def _compile(self) -> None:
         methods = [(self.model, "forward")]
         if self.captures or self.compiles_blocks:
             blocks = self.model.get_submodule("blocks").children()
@@ -281,11 +282,11 @@ class Acceleration:
             methods.append((self.model, "training_loss"))
         self.undo_compilation = compile_methods(methods, self.is_dynamic if self.captures else None)
         if self.pool and self.captures:  # a capture must not wait for what another stream has made
-            self.attempt(self.pool.run, self.warm_up)
+            self.run_with_fallback(self.pool.run, self.warm_up)
         else:
-            self.attempt(self.warm_up)
+            self.run_with_fallback(self.warm_up)
 
-    def attempt(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def run_with_fallback(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return function(*arguments); call it again after an error of compilation or capture."""
         while True:
             try:
@@ -330,7 +331,7 @@ class Acceleration:
         self.warn(f"training continues without CUDA graphs (--no-capture): {reason}")
         if self.undo_compilation:
             self._undo()
-            self._compile()
+            self.compile()
 
     def _undo(self) -> None:
         assert self.undo_compilation

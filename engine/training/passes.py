@@ -65,8 +65,10 @@ class Passes:
             model,
             dist_ctx.device,
             partial(dist_ctx.run_on_main, warn),
-            config.captures_steps(dist_ctx),
-            dist_ctx.sharded,
+            self.warm_up,
+            captures=config.captures_steps(dist_ctx),
+            compiles_blocks=dist_ctx.sharded,
+            is_dynamic=bool(data.longest_example),
         )
         params = [param for param in model.parameters() if param.requires_grad]
         self.gradients = StaticGradients(params)
@@ -84,7 +86,7 @@ class Passes:
             checkpoint_activations(self.model, keeps_generator=not self.acceleration.captures)
         if config.compile:
             self.dist_ctx.run_on_main(say, "compiling the model, before the first step")
-            self.acceleration.compile(self.warm_up, is_dynamic=bool(self.data.longest_example))
+            self.acceleration.compile()
         with self.budget.pause(), self.autocast():
             self.ddp_model = sharding.wrap_ddp(self.model, self.dist_ctx, *self.example_batch())
         num_rows = config.micro_batch_rows(self.dist_ctx) * self.dist_ctx.size
@@ -108,7 +110,7 @@ class Passes:
         The gradients of the parameters stay as they are: a capture may have failed in a step.
         """
         with self.budget.pause(), self.attention_window_warmup(), self.autocast():
-            loss = self.loss(self.model, *self.example_batch())
+            loss = self.compute_loss(self.model, *self.example_batch())
             if self.dist_ctx.sharded:
                 loss.backward()
                 self.model.zero_grad()
@@ -116,7 +118,7 @@ class Passes:
                 torch.autograd.grad(loss, self.gradients.params, allow_unused=True)
         with self.budget.pause(), self.evaluating():
             split = self.data.val
-            self.loss(self.model, *next(self.evaluation_batches(split)))
+            self.compute_loss(self.model, *next(self.evaluation_batches(split)))
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -130,7 +132,7 @@ class Passes:
             for key in self.num_passes:  # an evaluation may have used the memory of a graph
                 self.num_passes[key] = max(0, self.num_checked_passes - 1)
 
-    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    def compute_loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of a micro-batch, (B, T) each, summed over its targets."""
         if not self.config.document_mask:
             return model(inputs, targets)
@@ -175,7 +177,7 @@ class Passes:
             return self.acceleration.pool.run(partial(compute, inputs, targets, scale, *key))
         sync = self.reduce_every_microbatch or is_last
         with gradient_sync(self.ddp_model, sync), self.autocast():
-            loss = self.loss(self.ddp_model, inputs, targets)
+            loss = self.compute_loss(self.ddp_model, inputs, targets)
             (loss * scale).backward()
         return loss.detach()
 
@@ -224,7 +226,7 @@ class Passes:
     ) -> Tensor:
         """Do what :meth:`add_gradients` does, without a new tensor that another pass needs."""
         with self.autocast():
-            loss = self.loss(self.model, inputs, targets)
+            loss = self.compute_loss(self.model, inputs, targets)
             self.gradients.compute(loss * scale, adds=not is_first)
         return loss.detach()
 

@@ -136,16 +136,3 @@ def test_what_speeds_up_training_is_not_copied(decoder_of, is_compiled):
     decoder = decoder_of(model)
     assert not any("forward" in vars(module) for module in decoder.modules())
     assert decode(decoder, [[1, 2]], 8, temperature=0) == expected
-
-
-@torch.no_grad()
-def test_rows_of_different_lengths_rotate_each_by_its_own_positions(model, decoder_of):
-    engine = DecodingEngine(decoder_of(model))
-    prompts = [torch.randint(37, (length,)).tolist() for length in (3, 7)]
-    for row, prompt in enumerate(prompts):
-        engine.add(prompt)
-        engine.read(row)
-    logits = engine.step([5, 6])
-    for row, prompt in enumerate(prompts):
-        expected = model(torch.tensor([[*prompt, 5 + row]]))[0, -1]
-        torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-5)

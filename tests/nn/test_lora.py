@@ -220,7 +220,7 @@ class MergedReport(Report):
 
 
 def test_the_samples_of_a_run_need_no_merged_weights(tune, tmp_path, monkeypatch):
-    flags = ["--steps", 8, "--learning-rate", 0, "--micro-batch-size", 4]
+    flags = ["--steps", 2, "--learning-rate", 0]
     tune("merged", *flags, callbacks=[MergedReport()])
     monkeypatch.setattr(passes, "build_decoder", None)
     tune("in-place", *flags, callbacks=[Report()])

@@ -16,8 +16,9 @@ def test_a_rotation_multiplies_complex_numbers(positions, dtype, tolerance):
     rotation = rotations(positions, 8, None, None)
     x = torch.randn(2, 5, 3, 8).to(dtype).transpose(1, 2).requires_grad_()
     first, second = x.double().chunk(2, dim=-1)
-    cos, sin = rotation.double()[..., :4]
-    turned = torch.complex(first, second) * torch.complex(cos, sin).conj()
+    angles = positions.double()[..., None] * 10_000.0 ** (-torch.arange(4) / 4)
+    angles = angles if positions.ndim == 1 else angles[:, None]  # the same for all heads
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), -angles)
     expected = torch.cat((turned.real, turned.imag), dim=-1)
     rotated = rotate(x, rotation)
     assert rotated.dtype == dtype

@@ -133,7 +133,7 @@ def test_only_the_files_that_are_read_are_verified(tmp_path, write, damage):
     ("changes", "message"),
     [
         ({"format": 1}, "got 1"),
-        *(({"format": FORMAT_SHARDED, "shards": n}, "manifest.json") for n in (10**9, 1.0, True)),
+        ({"format": FORMAT_SHARDED, "shards": 10**9}, "manifest.json"),
         ({"format": FORMAT_SHARDED, "shards": 2}, r"model-00001-of-00002\S+, model-00002-of"),
     ],
 )

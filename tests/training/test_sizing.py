@@ -1,7 +1,5 @@
 """The sizes chosen for minutes, steps or a depth, and the laws behind them."""
 
-import dataclasses
-import itertools
 import re
 import time
 from pathlib import Path
@@ -9,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import train
 from engine.core.distributed import SINGLE_PROCESS
 from engine.data.batches import open_mixture
 from engine.nn.bounds import set_default_sizes
@@ -170,20 +167,3 @@ def test_adamw_has_the_rates_of_the_presets(data):
     for depth, rate in ((2, 3e-3), (6, 1e-3), (12, 6e-4)):
         config = TrainConfig(depth=depth, optimizer=OptimizerConfig(optimizer="adamw"))
         assert run_settings(config, data).optimizer.learning_rate == pytest.approx(rate)
-
-
-# Whole runs.
-
-
-def test_a_run_resumes_with_its_sizes_and_ends_when_more_would_overfit(
-    numbers, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(sizing, "MAX_OVERFITTING", 0.05)  # a few steps
-    config = TrainConfig(data=numbers, out=tmp_path, device="cpu", eval_tokens=500, minutes=3)
-    calls = itertools.count()
-    interrupted = train.train(config, SINGLE_PROCESS, [], lambda: next(calls) >= 3)
-    assert interrupted.step == 3 < interrupted.config.steps
-    monkeypatch.undo()
-    run = train.train(dataclasses.replace(config, resume=True), SINGLE_PROCESS, [])
-    assert run.config == interrupted.config
-    assert run.step == run.config.steps
