@@ -163,7 +163,7 @@ def train_and_decode(change, config, optimizer, **settings):
     if change:
         return
     for phase, copies in (("decoding", True), ("decoding with autocast", False)):
-        run.passes.copies_decoder = copies
+        run.passes.copies_decoder &= copies
         with run.passes.decoder() as decoder:
             engine = decoding_engine.DecodingEngine(*decoder)
             for row, length in enumerate((5, 3)):

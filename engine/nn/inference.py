@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.nn.layers import FusedLinear, concatenate_linear, is_plain_linear
-from engine.nn.lora import merge_lora
 from engine.nn.positions import RotationTable
 
 MAX_INT8 = 127
@@ -103,10 +102,8 @@ def build_decoder(model: Model, quantize: bool = False) -> Model:
     8-bit weights. A layer with hooks, or of another class than nn.Linear, is called as it is. All
     other tensors are shared.
     """
-    decoder: Any = merge_lora(model)
-    if decoder is model:  # nothing to merge
-        memo = {id(parameter): parameter for parameter in model.parameters()}  # not copied
-        decoder = copy.deepcopy(model, memo).eval()
+    memo = {id(parameter): parameter for parameter in model.parameters()}  # not copied
+    decoder: Any = copy.deepcopy(model, memo).eval()
     for module in decoder.modules():
         vars(module).pop("forward", None)  # compiled, or recomputing activations, for training
     head_weight = decoder.head_weight()
@@ -124,8 +121,7 @@ def build_decoder(model: Model, quantize: bool = False) -> Model:
             if concatenated:
                 decoder.set_submodule(name, convert(*concatenated))
                 fused_layers.update(module.get_layers())
-    for name in [name for name, _ in decoder.named_modules()]:  # merged weights are freed in turn
-        module = decoder.get_submodule(name)
+    for name, module in [*decoder.named_modules()]:
         if is_plain_linear(module) and module not in fused_layers:
             decoder.set_submodule(name, convert(module.weight, module.bias))
     if decoder.head is None:

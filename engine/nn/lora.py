@@ -3,7 +3,6 @@
 Hu et al. 2021, and Schulman et al. 2025, "LoRA Without Regret": the linear layers of all blocks.
 """
 
-import copy
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -97,11 +96,6 @@ def add_low_rank(y: Tensor, x: Tensor, A: Tensor, B: Tensor, rank: int | None = 
     return sum_.view_as(y)
 
 
-def add_update(weight: Tensor, A: Tensor, B: Tensor) -> Tensor:
-    """Return weight + scale · B A in float32, the weight (outputs, inputs) of a merged layer."""
-    return torch.addmm(weight.float(), B.float(), A.float(), alpha=lora_scale(len(A)))
-
-
 def add_lora(
     model: Any,
     rank: int,
@@ -169,38 +163,7 @@ def merge_updates(params: Mapping[str, Tensor], group_size: int) -> Iterator[tup
             if head:
                 index = int(head[1]) // (1 if layer.endswith("query.") else group_size)
                 B = B[index * len(value) : (index + 1) * len(value)]
-            value = add_update(value, A, B)
+            # In float32: the weight (outputs, inputs) of a merged layer.
+            value = torch.addmm(value.float(), B.float(), A.float(), alpha=lora_scale(len(A)))
         if not name.endswith((A_NAME, B_NAME)):
             yield name, value
-
-
-@torch.no_grad()
-def merge_lora(model: Any) -> Any:
-    """Return a model without low-rank paths that computes the same, for inference.
-
-    It has the dtype of the token embedding. A model without updates is returned as it is, and a
-    layer with hooks keeps its path.
-    """
-    layers: dict[str, Any] = {
-        name: layer for name, layer in model.named_modules() if is_plain_linear(layer, LoRALinear)
-    }
-    if not layers:
-        return model
-    dtype = model.token_embedding.weight.dtype
-    params = {id(param): nn.Parameter(param.to(dtype)) for param in model.parameters()}
-    merged = copy.deepcopy(model, params)  # with the changes that others made
-    for name, layer in layers.items():
-        update, rows = layer.path
-        weight = add_update(layer.weight, update.A, update.B[rows]).to(dtype)
-        linear = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
-        linear.weight = nn.Parameter(weight)
-        linear.bias = merged.get_submodule(name).bias
-        merged.set_submodule(name, linear)
-    for name, module in [*merged.named_modules()]:
-        if isinstance(module, LoRAFusedLinear):
-            merged.set_submodule(name, FusedLinear(module.get_layers))
-        elif isinstance(module, FloatEmbedding):
-            merged.set_submodule(name, nn.Embedding.from_pretrained(module.weight))
-        elif isinstance(module, LowRankUpdate):
-            merged.set_submodule(name, nn.Module())
-    return merged.requires_grad_(False).eval()

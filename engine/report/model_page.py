@@ -32,7 +32,6 @@ from engine.generation.text_batch import banned_tokens
 from engine.generation.text_generator import TextGenerator
 from engine.nn.inference import MAX_INT8, MIN_SCALE
 from engine.nn.layers import is_plain_linear
-from engine.nn.lora import merge_lora
 from engine.nn.positions import FREQUENCY_BASE, angles
 from engine.report.page import fill_template
 from model import GPT
@@ -61,7 +60,7 @@ def make_page(
     for a model or tokenizer that the page's scripts do not compute.
     """
     tokenizer = generator.tokenizer
-    model = merge_lora(generator.model)
+    model = generator.model
     config = model.config
     check_layers(model)
     num_bytes = sum(p.numel() * (1 if p.ndim == 2 else 4) for p in model.parameters()) * 4 / 3
