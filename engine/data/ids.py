@@ -72,11 +72,8 @@ def encode_batch(
     rows = []
     for number, document in enumerate(documents):
         digest = corpus.digest_of(document)
-        split_pieces = rule.split_rule.pieces(document, digest, unit.split)
-        pending += split_pieces
-        rows.append(
-            (digest[corpus.HASH_BYTES], 0, document.ends_document, split_pieces[-1].split == "val")
-        )
+        pending += rule.split_rule.pieces(document, digest, unit.split)
+        rows.append((digest[corpus.HASH_BYTES], 0, document.ends_document))
         if document.ends_document or tokenizer.can_encode_pieces:
             joined = pending if len(pending) == 1 else join_pieces(pending)
             pieces += joined

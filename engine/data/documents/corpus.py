@@ -22,9 +22,8 @@ MAX_UNITS = 2**12  # roughly: each has its own shards, and Linux maps at most 65
 MIN_BATCH_CHARACTERS = 2**19  # encoded by a thread at a time, unless a unit has fewer
 MAX_JOINED_DOCUMENT_BYTES = 2**26  # of a document that cannot be encoded in pieces
 HASH_BYTES = slice(8, 24)  # of a digest, to identify a text; the first 8 decide its split
-# For each text: its hash, its number of tokens, whether its document ends with it, and whether
-# some of it is for validation.
-TEXT_DTYPE = np.dtype([("hash", "V16"), ("tokens", "<u8"), ("ends", "?"), ("val", "?")])
+# For each text: its hash, its number of tokens, and whether its document ends with it.
+TEXT_DTYPE = np.dtype([("hash", "V16"), ("tokens", "<u8"), ("ends", "?")])
 
 
 class Piece(NamedTuple):
@@ -186,7 +185,7 @@ class Corpus:
         arrays = []
         for unit in self.units:
             pairs = ((digest_of(each), each.ends_document) for each in unit.documents())
-            rows = [(digest[HASH_BYTES], 0, ends, False) for digest, ends in pairs]
+            rows = [(digest[HASH_BYTES], 0, ends) for digest, ends in pairs]
             arrays.append(np.array(rows, TEXT_DTYPE))
         return arrays
 
@@ -262,14 +261,13 @@ def content_hash(units: Iterable[Unit], texts: Iterable[np.ndarray]) -> str:
     return "-".join(digest.hexdigest() for digest in content.values())
 
 
-def aggregate_documents(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return hash, tokens and ``val`` of documents, (M,) each, from TEXT_DTYPE (N,) of texts."""
+def aggregate_documents(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the hashes and numbers of tokens of documents, (M,), from TEXT_DTYPE (N,) of texts."""
     ends = np.flatnonzero(texts["ends"])
     starts = np.append(0, ends + 1)[: len(ends)]
     halves = np.ascontiguousarray(texts["hash"]).view("<u8").reshape(-1, 2)
     hashes = np.add.reduceat(halves, starts).view("V16").ravel()
-    is_val = np.logical_or.reduceat(texts["val"], starts)
-    return hashes, np.add.reduceat(texts["tokens"], starts), is_val
+    return hashes, np.add.reduceat(texts["tokens"], starts)
 
 
 def find_repeats(units: list[np.ndarray]) -> list[frozenset[int]]:

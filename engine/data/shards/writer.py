@@ -261,13 +261,11 @@ def make_manifest(
     summaries = [job.read_summary(unit) for unit in units]
     texts = [summary["texts"] for summary in summaries]
     counts = Notes().merge(notes, *(summary["notes"] for summary in summaries)).counts()
-    hashes, lengths, is_val = documents.aggregate_documents(np.concatenate(texts))
+    hashes, lengths = documents.aggregate_documents(np.concatenate(texts))
     statistics: dict[str, Any] = {
         "documents": len(hashes),
         "repeats": len(hashes) - len(np.unique(hashes)),
         "longest": int(lengths.max(initial=0)),
-        "val_distinct": len(np.unique(hashes[is_val])),
-        "val_copies": int(np.isin(hashes[is_val], hashes[~is_val]).sum()),
         "dropped": sum(len(unit.dropped) for unit in units),
         "notes": counts,
     }
