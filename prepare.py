@@ -155,11 +155,11 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
     ``threads`` encode; None: one for each core. Raises UserError for unusable arguments or text.
     """
     check_arguments(config)
-    tokenizer = None
+    out = config.out or Path("data") / dataset_name(config.inputs[0])
+    tokenizer = None  # one is trained on the text
     if config.tokenizer not in TRAINED_TOKENIZERS:
         named = named_tokenizer(config.tokenizer)
         tokenizer = chat.with_variables(named, config.template_variable)
-    out = config.out or Path("data") / dataset_name(config.inputs[0])
     reader = make_reader(config, tokenizer)
     notes = Notes()
     with tempfile.TemporaryDirectory() as spool:
@@ -169,23 +169,30 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
         corpus = Corpus(sources, val_fraction, val_sources, reader, notes)
         origin = origin_of(corpus, config, tokenizer)
         if is_up_to_date(out, origin, config.force, corpus.version, corpus.hash_content):
-            if work_folder(out).exists():  # of a run that was killed
-                with contextlib.suppress(UserError), exclusive_lock(out):
-                    shutil.rmtree(work_folder(out))
+            remove_work(out)
             return out, False
         with exclusive_lock(out):
-            if config.tokenizer == "char":
-                separator = origin.get("separator", "")
-                tokenizer = train_char_tokenizer(tokenizer_texts(corpus), separator)
-            if tokenizer is None:
-                texts = tokenizer_texts(corpus, MAX_TOKENIZER_BYTES)
-                pattern = config.pattern or DEFAULT_PATTERN
-                tokenizer = train_bpe_tokenizer(texts, config.vocab_size, pattern)
+            tokenizer = tokenizer or train_tokenizer(config, corpus, origin.get("separator", ""))
             if corpus.rule.has_examples:
                 tokenizer = tokenizer.with_special(chat.special_token_names(tokenizer, config.chat))
             tokenizer = tokenizer.with_prompt_suffix(unescape(config.prompt_suffix))
             write_dataset(out, corpus, tokenizer, origin, threads, config.ray)
     return out, True
+
+
+def train_tokenizer(config: PrepareConfig, corpus: Corpus, separator: str) -> Tokenizer:
+    """Train a tokenizer on a corpus: its characters, or a BPE."""
+    if config.tokenizer == "char":
+        return train_char_tokenizer(tokenizer_texts(corpus), separator)
+    texts = tokenizer_texts(corpus, MAX_TOKENIZER_BYTES)
+    return train_bpe_tokenizer(texts, config.vocab_size, config.pattern or DEFAULT_PATTERN)
+
+
+def remove_work(out: Path) -> None:
+    """Remove what a killed run left beside a dataset, unless another run is at work."""
+    if work_folder(out).exists():
+        with contextlib.suppress(UserError), exclusive_lock(out):
+            shutil.rmtree(work_folder(out))
 
 
 def check_arguments(config: PrepareConfig) -> None:
