@@ -215,6 +215,7 @@ def from_hf_config(hf_config: Any, source: str) -> tuple[Family, ModelConfig]:
         if hf_config[key] != value:
             raise UserError(f"{source}: {key} must be {value!r} (got {hf_config[key]!r}).")
     settings = {setting: values[0] for setting, values in family.supported_values().items()}
+    settings["dropout"] = 0.0
     for setting, keys in family.settings.items():
         hf_values = [hf_config.get(key) for key in keys.split()]
         if setting == "activation":

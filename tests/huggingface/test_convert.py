@@ -1,12 +1,7 @@
-"""Random models of transformers, by their config.json and tensors, import as the same function.
-
-SHAPES=300 pytest -o addopts= tests/huggingface   tries more models of each family.
-"""
+"""Models of transformers, by their config.json and tensors, import as the same function."""
 
 import dataclasses
 import json
-import os
-import random
 from pathlib import Path
 from typing import Any
 
@@ -30,73 +25,35 @@ from engine.runs.checkpoint import load_model
 from engine.runs.run_files import find_checkpoint
 
 transformers.logging.set_verbosity_error()
-NUM_MODELS = int(os.environ.get("SHAPES", "6"))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = {"hidden_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES |= {"intermediate_size": 50, "num_key_value_heads": 2, "max_position_embeddings": 40}
+GPT2_SIZES = {"n_embd": 40, "n_head": 4, "n_layer": 3, "n_positions": 40}
 SCALED_ROPE = LLAMA3_ROPE | {"original_max_position_embeddings": 24}
-
-
-def draw_rope(draw: random.Random) -> dict[str, Any]:
-    """Draw RoPE's keys: a kind of scaling, in the form of transformers 4 or 5."""
-    scaling = {**draw.choice(({}, {"rope_type": "linear", "factor": 2.5}, SCALED_ROPE))}
-    theta = {"rope_theta": draw.choice((500.0, 5e5))}
-    form = draw.choice(("old", "oldest", "new", "without theta"))
-    if form == "new":
-        return {"rope_parameters": {"rope_type": "default"} | scaling | theta}
-    if form == "oldest" and scaling:
-        scaling["type"] = scaling.pop("rope_type")
-    scaling_key = {"rope_scaling": scaling or None}
-    return scaling_key if form == "without theta" else theta | scaling_key
-
-
-def draw_windows(draw: random.Random, family: str, num_layers: int) -> dict[str, Any]:
-    """Draw the keys of sliding windows."""
-    width = {"sliding_window": draw.choice((1, 3, 9))}
-    if family == "mistral":
-        return draw.choice((width, {"sliding_window": None}, {}))
-    if family not in ("qwen2", "qwen3"):
-        return draw.choice((width, {}))  # without effect
-    kinds = ["sliding_attention", "full_attention"]
-    some_layers = {"layer_types": [draw.choice(kinds) for _ in range(num_layers)]}
-    layers = draw.choice((some_layers, {"max_window_layers": draw.choice((0, 1))}, {}))
-    uses = {"use_sliding_window": True}
-    return draw.choice((width | uses | layers, width | uses, width | {"max_window_layers": 0}, {}))
-
-
-def draw_hf_config(family: str, seed: int) -> dict[str, Any]:
-    """Draw a config.json of a family, as transformers 4 or 5 writes it."""
-    draw = random.Random(f"{family} {seed}")
-    heads = draw.choice((1, 2, 3, 4))
-    num_layers = draw.choice((1, 3))
-    width = heads * draw.choice((4, 8, 10))
-    common = {
-        "architectures": [MODEL_FAMILIES[family].architecture],
-        "model_type": family,
-        "vocab_size": 300,
-        "tie_word_embeddings": family != "nanochat" and draw.random() < 0.5,
-    }
-    if family == "gpt2":
-        sizes = {"n_embd": width, "n_head": heads, "n_layer": num_layers, "n_positions": 40}
-        activation = draw.choice(("gelu_new", "gelu_pytorch_tanh", "relu"))
-        options = {"activation_function": activation, "n_inner": draw.choice((None, 70))}
-        options = draw.choice(({}, options))
-        return common | sizes | options | draw.choice(({}, {"layer_norm_epsilon": 1e-3}))
-    sizes = {
-        "hidden_size": width,
-        "intermediate_size": draw.choice((32, 50)),
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": draw.choice([n for n in range(1, heads + 1) if heads % n == 0]),
-        "max_position_embeddings": 40,
-    }
-    if family in ("llama", "mistral", "qwen2", "qwen3") and (family == "qwen3" or seed % 3 == 0):
-        sizes["head_dim"] = draw.choice((6, 12))
-    biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
-    caps = {"final_logit_softcapping": draw.choice((None, 3.0))} if family == "nanochat" else {}
-    options = [biases, caps, {"rms_norm_eps": 1e-3}, draw_rope(draw)]
-    options.append(draw_windows(draw, family, num_layers))
-    config = common | sizes
-    for option in options:
-        config |= option if draw.random() < 0.7 else {}
-    return config
+WINDOW = {"sliding_window": 3}
+USED = WINDOW | {"use_sliding_window": True}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+TIED = {"tie_word_embeddings": True}
+# Keys of config.json, as transformers 4 or 5 writes them.
+CONFIGS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", TIED | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.5}}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "rope_scaling": SCALED_ROPE}),
+    ("llama", WINDOW | {"rope_parameters": SCALED_ROPE | {"rope_theta": 500.0}, "head_dim": 6}),
+    ("mistral", WINDOW | {"num_key_value_heads": 1, "rms_norm_eps": 1e-3}),
+    ("mistral", TIED | {"sliding_window": None, "head_dim": 12}),
+    ("mistral", {"num_key_value_heads": 4}),
+    ("qwen2", WINDOW | {"max_window_layers": 0}),
+    ("qwen2", TIED | USED | {"max_window_layers": 1}),
+    ("qwen2", USED | LAYERS),
+    ("qwen3", TIED | USED | LAYERS | {"head_dim": 12}),
+    ("qwen3", {"head_dim": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    ("qwen3", USED | {"head_dim": 10, "rope_scaling": None}),
+    ("nanochat", {"final_logit_softcapping": 3.0}),
+    ("nanochat", {"final_logit_softcapping": None, "num_key_value_heads": 4}),
+    ("gpt2", TIED),
+    ("gpt2", TIED | {"activation_function": "relu", "layer_norm_epsilon": 1e-3}),
+    ("gpt2", {"activation_function": "gelu_pytorch_tanh", "n_inner": 70}),
+]
 
 
 def save_hf_model(path: Path, hf_config: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
@@ -137,24 +94,24 @@ def expected_tensors(hf_model: torch.nn.Module) -> dict[str, torch.Tensor]:
 TOKENS = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("family", MODEL_FAMILIES)
+@pytest.mark.parametrize(("number", "family", "keys"), [(i, *c) for i, c in enumerate(CONFIGS)])
 @torch.no_grad()
-def test_a_random_model_computes_the_same_and_returns_bit_for_bit(family: str, tmp_path: Path):
-    for seed in range(NUM_MODELS):
-        torch.manual_seed(seed)
-        dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
-        path = tmp_path / str(seed)
-        hf_model = save_hf_model(path, draw_hf_config(family, seed), dtype)
-        run = tmp_path / f"{seed}-run"
-        huggingface.main(["import", str(path), str(run), "--tokenizer", "byte"])
-        model = load_model(find_checkpoint(run))
-        expected = hf_model(TOKENS).logits
-        error = (model(TOKENS) - expected).abs().max()
-        assert error <= 1e-4 * max(1.0, expected.abs().max().item()), path / "config.json"
-        hf_family, config = huggingface.choose_family(model.config, family, qwen2_tokenizer())
-        tensors = to_hf(rewrite_params(model, config), hf_family)
-        assert same_tensors(tensors, expected_tensors(hf_model))
-        _, again = from_hf_config(to_hf_config(config, hf_family), "")
-        assert again.layer_windows == config.layer_windows
-        again = dataclasses.replace(again, windows=config.windows)
-        assert rewrite_config(again, hf_family) == config
+def test_a_model_computes_the_same_and_returns_bit_for_bit(number, family, keys, tmp_path: Path):
+    architecture = MODEL_FAMILIES[family].architecture
+    sizes = GPT2_SIZES if family == "gpt2" else SIZES
+    hf_config = {"architectures": [architecture], "model_type": family, "vocab_size": 300} | sizes
+    hf_config |= {"tie_word_embeddings": False} | keys
+    torch.manual_seed(number)
+    hf_model = save_hf_model(tmp_path / "hf", hf_config, DTYPES[number % 3])
+    huggingface.main(["import", str(tmp_path / "hf"), str(tmp_path / "run"), "--tokenizer", "byte"])
+    model = load_model(find_checkpoint(tmp_path / "run"))
+    expected = hf_model(TOKENS).logits
+    error = (model(TOKENS) - expected).abs().max()
+    assert error <= 1e-4 * max(1.0, expected.abs().max().item())
+    hf_family, config = huggingface.choose_family(model.config, family, qwen2_tokenizer())
+    tensors = to_hf(rewrite_params(model, config), hf_family)
+    assert same_tensors(tensors, expected_tensors(hf_model))
+    _, again = from_hf_config(to_hf_config(config, hf_family), "")
+    assert again.layer_windows == config.layer_windows
+    again = dataclasses.replace(again, windows=config.windows)
+    assert rewrite_config(again, hf_family) == config
