@@ -2,10 +2,8 @@
 
 import contextlib
 import importlib.util
-import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +66,6 @@ library_name: transformers
 
 A language model with {parameters:,} parameters, trained from {data}: {tokens:,} tokens in
 {step:,} steps. Validation loss: {loss}. License and source of the text: FILL IN.
-
-```json
-{settings}
-```
 """
 
 
@@ -129,20 +123,19 @@ def download_model(name: str) -> Path:
 
 def check_weights(path: Path) -> torch.dtype:
     """Return bfloat16 if all weights have it, else float32. Refuses quantized weights."""
-    dtypes: set[str] = set()
+    dtypes: dict[str, str] = {}
     for file in sorted(path.glob("*.safetensors")):
         with open(file, "rb") as stream:
             check_pointer(stream.peek(), file)
         errors = wrap_library_errors(f"{file}: corrupted", safetensors.SafetensorError, advice=".")
         with errors, safetensors.safe_open(file, "pt") as tensors:
-            names = list(tensors.keys())
-            types = [tensors.get_slice(name).get_dtype() for name in names]
-        for name, dtype in zip(names, types, strict=True):
-            if dtype not in FLOAT_DTYPES and name.endswith("weight"):
-                problem = f"quantized weights are unsupported ({name} is {dtype})"
-                raise UserError(f"{file}: {problem}. Use the original model.")
-        dtypes.update(types)
-    return torch.bfloat16 if dtypes == {"BF16"} else torch.float32
+            names = [*tensors.keys()]
+            dtypes |= {name: tensors.get_slice(name).get_dtype() for name in names}
+    for name, dtype in dtypes.items():
+        if dtype not in FLOAT_DTYPES and name.endswith("weight"):
+            problem = f"quantized weights are unsupported ({name} is {dtype})"
+            raise UserError(f"{path}: {problem}. Use the original model.")
+    return torch.bfloat16 if {*dtypes.values()} == {"BF16"} else torch.float32
 
 
 def load_hf_model(path: Path | None, config: ModelConfig, family: Family, **options: Any) -> Any:
@@ -277,7 +270,6 @@ def write_card(path: Path, name: str, state: RunState, num_parameters: int) -> N
         loss="not known" if loss is None else f"{loss:.4f} nats per token",
         tokens=state.tokens,
         step=state.step,
-        settings=json.dumps(asdict(state.model), indent=1),
     )
     path.write_text(card, encoding="utf-8")
 
