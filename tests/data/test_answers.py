@@ -173,7 +173,7 @@ def test_an_answer_that_calls_a_tool_ends_after_the_call(words: Tokenizer, tmp_p
     assert targets == ['yescall f{"a": 1}\n### tool:', "no\n<|endoftext|>"]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", ["token", "words", "thinking", "rounds"])
 def test_noncharacters_in_a_text_change_nothing(name: str):
     special = ["<|user|>", "<|assistant|>", "<|end|>", "<|system|>"]
     tokenizer = ByteTokenizer().with_special(special).with_chat_template(TEMPLATES[name][0])

@@ -391,10 +391,9 @@ VARIABLES = (
     ("assignments", "values"),
     [
         ([], {}),
-        (["think=false"], {"think": False}),
         (
-            ["think=true", "think=false", "style=a 'b\" {{\n"],
-            {"think": False, "style": "a 'b\" {{\n"},
+            ["think=true", "think=false", "style=a 'b\" {\n"],
+            {"think": False, "style": "a 'b\" {\n"},
         ),
         (['think=[1, null, "é"]', "style=NaN"], {"think": [1, None, "é"], "style": "NaN"}),
     ],
