@@ -79,24 +79,27 @@ class SplitRule:
 
     def pieces(self, document: Document, digest: bytes, unit_split: str = "") -> list[Piece]:
         """Split a document into pieces, at most one for each split."""
-        text, offset, document_bytes, piece_bytes = document[:4]
+        text = document.text
+        starts = document.offset == 0
         ends = document.ends_document
-        is_cut = self.has_few_documents or document_bytes is not None
+        is_cut = self.has_few_documents or document.document_bytes is not None
         if unit_split or self.has_examples or not is_cut:
             split = unit_split or self._split_of(document, digest)
-            return [Piece(split, text, offset == 0, ends)]
+            return [Piece(split, text, starts, ends)]
         data = text.encode()
-        length = piece_bytes or len(data)
-        bytes_to_cut = int((document_bytes or length) * (1 - self.val_fraction)) - offset
+        length = document.piece_bytes or len(data)
+        document_bytes = document.document_bytes or length
+        # Of this text, for training: below 0 or above its length if the cut is in another piece.
+        train_bytes = int(document_bytes * (1 - self.val_fraction)) - document.offset
         ends_train = not self.is_single_document
-        if bytes_to_cut >= length:
-            is_cut_here = bytes_to_cut == length and ends_train
-            return [Piece("train", text, offset == 0, ends or is_cut_here)]
+        if train_bytes >= length:
+            is_cut_here = train_bytes == length and ends_train
+            return [Piece("train", text, starts, ends or is_cut_here)]
         # Bytes that were replaced by U+FFFD make the text longer than its bytes in the file.
-        num_bytes = max(0, bytes_to_cut) * len(data) // length
+        num_bytes = max(0, train_bytes) * len(data) // length
         cut = len(data[:num_bytes].decode(errors="replace"))  # not inside a character
-        train = [Piece("train", text[:cut], offset == 0, ends_train)] if cut else []
-        return [*train, Piece("val", text[cut:], bytes_to_cut >= 0 and ends_train, ends)]
+        train = [Piece("train", text[:cut], starts, ends_train)] if cut else []
+        return [*train, Piece("val", text[cut:], train_bytes >= 0 and ends_train, ends)]
 
     def _split_of(self, document: Document, digest: bytes) -> str:
         """Return the split of a document that is not cut."""
@@ -265,6 +268,7 @@ def aggregate_documents(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the hashes and numbers of tokens of documents, (M,), from TEXT_DTYPE (N,) of texts."""
     ends = np.flatnonzero(texts["ends"])
     starts = np.append(0, ends + 1)[: len(ends)]
+    # The hash of a document is the sum of those of its texts.
     halves = np.ascontiguousarray(texts["hash"]).view("<u8").reshape(-1, 2)
     hashes = np.add.reduceat(halves, starts).view("V16").ravel()
     return hashes, np.add.reduceat(texts["tokens"], starts)
