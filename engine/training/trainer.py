@@ -138,11 +138,11 @@ class Trainer:
             except Exception as error:
                 reason = describe_briefly(error)
                 text = f"{type(callback).__name__} failed ({reason}); training continues"
-                if is_bug(error) and text not in self.warnings:
-                    traceback.print_exception(error)
                 if text not in self.warnings:
+                    self.warnings.add(text)
+                    if is_bug(error):
+                        traceback.print_exception(error)
                     warn(text)
-                self.warnings.add(text)
                 if event == "on_train_start":
                     self.callbacks.remove(callback)
 
@@ -155,10 +155,7 @@ class Trainer:
     # Weights.
 
     def initialize(self, base: Checkpoint | None = None) -> None:
-        """Set the weights to initial values, or to those of a base model, which rank 0 reads."""
-        if base is None and not self.config.init_from:
-            sharding.load_parameters(self.model, self.model.initial_values())
-            return
+        """Set the weights to those of a base model, which rank 0 reads, or to initial values."""
         weights: Iterable[tuple[str, Tensor]] = ()
         if base:
             ids = split_token_ids(base, self.data.tokenizer, self.data.learns_chats)
@@ -166,11 +163,12 @@ class Trainer:
             weights = init_token_rows(base.merged_model(), num_rows, *ids)
             if self.config.lora_rank and self.run_dir:
                 self.base_reference = base.reference(self.run_dir.path)
-        weights = self._complete(self.dist_ctx.broadcast_tensors(weights))
-        sharding.load_parameters(self.model, weights)
+        if self.config.init_from:
+            weights = self.dist_ctx.broadcast_tensors(weights)
+        sharding.load_parameters(self.model, self._complete(weights))
 
     def _complete(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of a base model, then initial values of parameters that it lacks."""
+        """Yield weights, then initial values of the other parameters."""
         params = dict(self.model.named_parameters())
         for name, value in weights:
             params.pop(name, None)
