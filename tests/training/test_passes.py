@@ -46,7 +46,7 @@ def captures(graphs, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "is_captured"),
     [
-        ([], True),
+        (["--eval-every", 12], True),  # and the weights of one step are not finite
         (["--window-warmup", 0, "--checkpoint-activations", "--dropout", 0], True),
         (["--checkpoint-activations"], False),
         (["--optimizer", "adamw", "--clip-norm", 0, "--micro-batch-size", 0], True),
@@ -58,11 +58,11 @@ def captures(graphs, monkeypatch):
 def test_a_captured_run_is_a_plain_run(captures, numbers, tmp_path, flags, is_captured):
     if "--document-mask" in flags:
         numbers = make_dataset(tmp_path, [{"text": "abc " * (n % 9)} for n in range(500)])
-    callbacks = [] if flags else [SpoilWeights()]
+    callbacks = [SpoilWeights()] if "--eval-every" in flags else []
     runs = run_twice(numbers, tmp_path, *FLAGS, *flags, callbacks=callbacks)
     assert_same_run(*runs)
     assert bool(captures()) == is_captured
-    if callbacks:  # a step that is not finite changes nothing
+    if callbacks:
         assert logged(runs[0], "skipped_steps")[12] == logged(runs[1], "skipped_steps")[12] == 1
 
 
@@ -75,17 +75,13 @@ def test_a_run_resumes_bit_for_bit_with_and_without_capture(graphs, numbers, tmp
     assert_same_run(tmp_path / "stopped", tmp_path / "uninterrupted")
 
 
-def test_few_lengths_of_examples_are_captured_and_compiled(captures, tmp_path, counter):
+def test_all_lengths_of_examples_are_compiled_at_once(graphs, tmp_path, counter):
     rows = [{"prompt": f"{n}", "completion": "so " * (n % 40 + 1)} for n in range(300)]
     fields = {"prompt_field": "prompt", "completion_field": "completion"}
     pairs = make_dataset(tmp_path, rows, **fields)
-    flags = ["--context-length", 160, "--steps", 30, "--batch-size", 2]
-    captured, plain = run_twice(pairs, tmp_path, *flags)
-    assert captures() == 2 + 2  # lengths of 64 and 128, norm and update
-    assert logged(captured, "train_loss") == pytest.approx(logged(plain, "train_loss"), abs=1e-4)
-    assert logged(captured, "batch_digest") == logged(plain, "batch_digest")
-    train_tiny(pairs, tmp_path / "compiled", *flags, "--compile")  # all lengths at once
-    assert captures() == 2 * (2 + 2) and counter.frame_count == 3
+    flags = ["--context-length", 160, "--steps", 12, "--batch-size", 2, "--compile"]
+    train_tiny(pairs, tmp_path / "run", *flags)
+    assert counter.frame_count == 3  # two blocks and the loss
 
 
 def test_a_run_in_minutes_evaluates_on_all_tokens_at_its_end_and_compares_fewer(numbers, tmp_path):
@@ -112,29 +108,14 @@ def test_a_run_in_minutes_evaluates_on_all_tokens_at_its_end_and_compares_fewer(
     assert sum(targets.numel() for _, targets in trainer.passes.evaluation_batches(val)) == 96
 
 
-def add_waiting_hook(trainer: Trainer) -> None:
-    """Let the device be waited for in each forward pass."""
-    trainer.model.final_norm.register_forward_hook(
-        lambda layer, _, y: y * y.abs().max().item() ** 0
-    )
-
-
-def add_changing_parameter(trainer: Trainer) -> None:
-    """Give one parameter a gradient in some steps only."""
-
-    def hook(layer: torch.nn.Module, inputs: tuple, y: torch.Tensor) -> torch.Tensor:
-        return y.detach() if trainer.step % 4 == 1 else y
-
-    trainer.model.blocks[1].feed_forward.register_forward_hook(hook)
-
-
-@pytest.mark.parametrize("add_hook", [add_waiting_hook, add_changing_parameter])
-def test_what_cannot_be_captured_runs_plainly_with_one_warning(
-    graphs, numbers, tmp_path, capsys, add_hook
+def test_a_gradient_in_some_steps_only_is_not_captured_with_one_warning(
+    graphs, numbers, tmp_path, capsys
 ):
     class Hook(Callback):
         def on_train_start(self, trainer: Trainer) -> None:
-            add_hook(trainer)
+            trainer.model.blocks[1].feed_forward.register_forward_hook(
+                lambda layer, inputs, y: y.detach() if trainer.step % 4 == 1 else y
+            )
 
     assert_same_run(*run_twice(numbers, tmp_path, *FLAGS, callbacks=[Hook()]))
     assert capsys.readouterr().err.count("warning") == 1
