@@ -10,7 +10,6 @@ from engine.core.cli import escape_controls, run_command, say, tune_openmp_spinn
 if __name__ == "__main__":
     tune_openmp_spinning("decode")  # before torch is loaded
 
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,17 @@ from typing import Any
 from tyro.conf import Positional
 
 from engine.core.errors import UserError
-from engine.core.settings import check_flags, parse
+from engine.core.settings import parse
 from engine.data.batches import dataset_paths, open_mixture
 from engine.data.dataset import Dataset
 from engine.data.documents.document import MAX_UTF8_BYTES
 from engine.generation.samples import read_lines
 from engine.report.attention_maps import compute_attention
-from engine.report.callback import SAMPLE_TOKENS
 from engine.report.memorization import find_passages
 from engine.report.overview import compare, format_runs
 from engine.report.page import list_runs, read_run, write_page
 from engine.runs.checkpoint import ModifyModel, load_model, open_checkpoint
-from engine.runs.run_files import find_checkpoint, list_checkpoints, make_generator
+from engine.runs.run_files import find_checkpoint, list_checkpoints
 
 
 @dataclass(frozen=True)
@@ -40,10 +38,8 @@ class ReportConfig:
     runs: Positional[tuple[Path, ...]] = ()
     # The page to write. None: RUN/report.html, compare.html beside them, or out/index.html.
     out: Path | None = None
-    prompt: str = ""  # A prompt of your own, which the best checkpoint of each run continues.
 
     def __post_init__(self) -> None:
-        check_flags([("--prompt", self.prompt, self.runs, "the folders of runs that continue it")])
         if self.out and self.out.suffix != ".html":
             raise UserError(f"--out: must end in .html (got {self.out}).")
         if self.out and not self.out.parent.is_dir():
@@ -76,22 +72,8 @@ def report(config: ReportConfig, modify_model: ModifyModel | None = None) -> Pat
         path = config.out or runs[0].resolve().parent / "compare.html"
         described = [read_run(folder) for folder in runs]
         say(escape_controls(compare(described)[1]))
-    for folder, run in zip(runs, described, strict=True):
-        if config.prompt:
-            run["samples"].append(write_sample(folder, config.prompt, modify_model))
     write_page(described, path)
     return path
-
-
-def write_sample(folder: Path, prompt: str, modify_model: ModifyModel | None) -> dict[str, Any]:
-    """Let the best checkpoint of a run continue a prompt, or answer it if that learned chats."""
-    checkpoint = find_checkpoint(folder)
-    model = make_generator(checkpoint, load_model(checkpoint, modify_model=modify_model))
-    pieces = model.stream(prompt, max_new_tokens=SAMPLE_TOKENS)
-    if model.is_chat_model:
-        answer = model.stream_answer([("user", prompt)], max_new_tokens=SAMPLE_TOKENS)
-        pieces = itertools.chain("\n", answer)
-    return {"step": checkpoint.state.step, "prompt": prompt, "text": "".join(pieces)}
 
 
 def read_fully(folder: Path, modify_model: ModifyModel | None = None) -> dict[str, Any]:
