@@ -37,43 +37,29 @@ def baseline_losses(dataset: Dataset, fraction: float = 1.0) -> dict[str, float]
     many. The targets are those of training: not a split's first token, nor an example's prompt.
 
     unigram: p(w) = (c(w) + 1) / (n + V), where w is c(w) of n targets, and V the vocabulary size.
-    bigram: p(w | v) = (max(c(vw) - D, 0) + D N(v*) q(w)) / c(v), or q(w) if c(v) = 0: interpolated
-    Kneser-Ney, 1995, as in Chen and Goodman 1999, section 2.7. q(w) = (N(*w) + 1) / (N(**) + V).
-    N counts different pairs: those that begin with v, those that end with w, all. D is
-    n1 / (n1 + 2 n2), where n1 pairs occur once and n2 twice; 1/2 if n1 = 0.
+    bigram: p(w | v) = (c(vw) + N(v) p(w)) / (c(v) + N(v)), where N(v) different tokens follow v, or
+    p(w) if c(v) = 0: Witten and Bell 1991, as in Chen and Goodman 1999, section 2.5.
     """
     vocab_size = dataset.tokenizer.vocab_size
     pairs, counts = count_pairs(dataset.train, vocab_size, fraction)
+    first, second = np.divmod(pairs, vocab_size)
     val_pairs, val_counts = count_pairs(dataset.val, vocab_size, fraction)
-    unigrams = np.bincount(pairs % vocab_size, counts, vocab_size) + 1
+    before, after = np.divmod(val_pairs, vocab_size)
+    num_targets = np.bincount(second, counts, vocab_size) + 1
+    unigram = (num_targets / num_targets.sum())[after]
+    index = np.minimum(np.searchsorted(pairs, val_pairs), len(pairs) - 1)
+    pair_counts = np.where(pairs[index] == val_pairs, counts[index], 0)
+    num_before = np.bincount(first, counts, vocab_size)[before]
+    num_followers = np.bincount(first, minlength=vocab_size)[before]
+    bigram = (pair_counts + num_followers * unigram) / np.maximum(num_before + num_followers, 1)
     probabilities = {
         "uniform": np.full(len(val_pairs), 1 / vocab_size),
-        "unigram": unigrams[val_pairs % vocab_size] / unigrams.sum(),
-        "bigram": bigram_probabilities(pairs, counts, vocab_size, val_pairs),
+        "unigram": unigram,
+        "bigram": np.where(num_before > 0, bigram, unigram),
     }
     return {
         name: float(np.average(-np.log(p), weights=val_counts)) for name, p in probabilities.items()
     }
-
-
-def bigram_probabilities(
-    pairs: np.ndarray, counts: np.ndarray, vocab_size: int, val_pairs: np.ndarray
-) -> np.ndarray:
-    """Compute p(w | v) of pairs (N,) from the pairs of training and their counts (M,)."""
-    first, second = np.divmod(pairs, vocab_size)
-    before, after = np.divmod(val_pairs, vocab_size)
-    total = np.bincount(first, counts, vocab_size)[before]
-    num_followers = np.bincount(first, minlength=vocab_size)[before]
-    num_once = np.count_nonzero(counts == 1)
-    num_twice = np.count_nonzero(counts == 2)
-    discount = num_once / (num_once + 2 * num_twice) if num_once else 0.5
-    continuations = np.bincount(second, minlength=vocab_size) + 1
-    backoff = continuations[after] / continuations.sum()
-    index = np.minimum(np.searchsorted(pairs, val_pairs), len(pairs) - 1)
-    is_counted = pairs[index] == val_pairs
-    discounted = np.where(is_counted, np.maximum(counts[index] - discount, 0), 0)
-    smoothed = (discounted + discount * num_followers * backoff) / np.maximum(total, 1)
-    return np.where(total > 0, smoothed, backoff)
 
 
 def count_pairs(split: Split, vocab_size: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:

@@ -33,16 +33,14 @@ def letters(numbers) -> Dataset:
 
 
 def test_losses_equal_those_computed_by_hand(letters):
-    # Pairs: ab and ba twice, ac, cc and cb once; so D = 3 / (3 + 2 · 2). Targets: 2 a, 3 b, 2 c.
-    # q: a follows one kind of token, b and c two; there are five kinds of pairs.
-    a, b, c = (2 / 8, 3 / 8, 3 / 8)
-    d = 3 / 7
-    b_after_a = (2 - d + d * 2 * b) / 3
-    c_after_b = (0 + d * 1 * c) / 2
-    a_after_c = (0 + d * 2 * a) / 2
+    # Pairs: ab and ba twice, ac, cc and cb once. Targets: 2 a, 3 b, 2 c.
+    a, b, c = (0.3, 0.4, 0.3)
+    b_after_a = (2 + 2 * b) / (3 + 2)
+    c_after_b = (0 + 1 * c) / (2 + 1)
+    a_after_c = (0 + 2 * a) / (2 + 2)
     expected = {
         "uniform": math.log(3),
-        "unigram": -sum(map(math.log, (0.4, 0.3, 0.3, 0.4))) / 4,
+        "unigram": -sum(map(math.log, (b, c, a, b))) / 4,
         "bigram": -sum(map(math.log, (b_after_a, c_after_b, a_after_c, b_after_a))) / 4,
     }
     assert baseline_losses(letters) == pytest.approx(expected)
