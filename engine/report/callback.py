@@ -20,7 +20,7 @@ from engine.data.dataset import Dataset
 from engine.generation.samples import choose_prompts, stream_samples
 from engine.report.attention_maps import compute_attention
 from engine.report.baselines import mixture_yardsticks
-from engine.report.page import collect_run_content, write_page
+from engine.report.page import read_run, write_page
 from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, truncate_records
 from engine.training.config import TrainConfig
 from engine.training.trainer import Callback, Record, Trainer
@@ -112,7 +112,7 @@ class Report(Callback):
         self.about["state"] = state_record(trainer, state)
         atomic_write(out / "about.json", to_json(self.about, indent=1).encode())
         if (out / "metrics.jsonl").exists():
-            write_page([collect_run_content(out)], out / "report.html")
+            write_page([read_run(out)], out / "report.html")
             seconds = time.monotonic() - started_at
             self.write_at = started_at + max(MIN_PAGE_SECONDS, seconds / MAX_PAGE_TIME)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.errors import UserError, wrap_library_errors
+from engine.core.errors import UserError
 from engine.core.files import acquire_lock, atomic_write, propose_path, read_json, to_json
 from engine.core.settings import read_toml
 from engine.core.values import convert
@@ -39,18 +39,6 @@ def read_run(folder: Path, max_lines: int | None = None) -> Record:
 
     max_lines is as for :func:`read_records`. Raises UserError for a folder that is not a run.
     """
-    with wrap_library_errors(f"{folder}: corrupted, nested too deeply", RecursionError, advice="."):
-        run = collect_run_content(folder, max_lines)
-        to_json([[[run]]])  # as deep as on a page
-    if run["state"] and run["state"]["state"] == "training":
-        with contextlib.suppress(UserError):  # in use: still training
-            acquire_lock(folder / ".lock", folder).release()
-            run["state"] |= {"state": "stopped", "step": run["last_step"]}
-    return run
-
-
-def collect_run_content(folder: Path, max_lines: int | None = None) -> Record:
-    """Return the content of a run's page, from its files. Raises UserError if it has none."""
     settings_path = folder / "config.toml"
     about_path = folder / "about.json"
     attention_path = folder / "attention.json"
@@ -60,10 +48,15 @@ def collect_run_content(folder: Path, max_lines: int | None = None) -> Record:
         raise UserError(f"{folder}: is not a run. {fix}")
     settings = read_toml(settings_path) if settings_path.exists() else {}
     about = convert(read_json(about_path) if about_path.exists() else {}, dict, str(about_path))
-    check_values(about | convert(about.get("state", {}), dict, f"{about_path}: state"), about_path)
+    state = convert(about.get("state", {}), dict, f"{about_path}: state")
+    check_values(about | state, about_path)
     check_values(settings, settings_path, SETTING_TYPES)
-    about = {name: value for name, value in about.items() if value != []}
     records = read_records(folder / "metrics.jsonl", max_lines)
+    last_step = records[-1]["step"] if records else 0
+    if state.get("state") == "training":
+        with contextlib.suppress(UserError):  # in use: still training
+            acquire_lock(folder / ".lock", folder).release()
+            state |= {"state": "stopped", "step": last_step}
     training = [record for record in records if "train_loss" in record]
     evaluations = [record for record in records if {*LOSS_KEYS} <= record.keys()]
     # The checkpoints of these steps, and of later ones that are not yet written, may be used.
@@ -78,8 +71,8 @@ def collect_run_content(folder: Path, max_lines: int | None = None) -> Record:
     return {
         "name": folder.resolve().name,
         "folder": str(folder),
-        "state": about.get("state"),
-        "last_step": records[-1]["step"] if records else 0,
+        "state": state or None,
+        "last_step": last_step,
         "num_tokens": training[-1].get("tokens", 0) if training else 0,
         "training": make_curves(training, training, TRAINING_CURVES),
         "validation": make_curves(evaluations, training, val_names),

@@ -13,7 +13,7 @@ import report
 from engine.data.dataset import open_dataset
 from engine.report.attention_maps import encode_triangles
 from engine.report.callback import text_origin
-from engine.report.page import collect_run_content, write_page
+from engine.report.page import read_run, write_page
 from prepare import PrepareConfig, prepare
 
 NUM_STEPS = 60
@@ -33,7 +33,7 @@ def make_run(folder: Path, about: Any = None) -> Any:
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))
     (folder / "about.json").write_text(json.dumps(about or {}))
     (folder / "config.toml").write_text(f"data = [{json.dumps(f'data/{folder.name}')}]\n")
-    return collect_run_content(folder)
+    return read_run(folder)
 
 
 def show(page: Any, path: Path, *runs: Any) -> None:
@@ -318,9 +318,9 @@ def test_a_large_run_has_a_small_page_that_is_soon_interactive(page, tmp_path):
     lines = "".join(f"{json.dumps(record)}\n" for record in records)
     (tmp_path / "a" / "metrics.jsonl").write_text(lines)
     path = tmp_path / "page.html"
-    write_page([collect_run_content(tmp_path / "a")], path)
+    write_page([read_run(tmp_path / "a")], path)
     assert path.stat().st_size < 1_000_000
-    write_page([collect_run_content(tmp_path / "a") | {"attention": run["attention"]}], path)
+    write_page([read_run(tmp_path / "a") | {"attention": run["attention"]}], path)
     assert path.stat().st_size < 3_000_000
     started_at = time.monotonic()
     page.goto(path.as_uri())
