@@ -6,7 +6,7 @@ import torch
 
 from engine.core.errors import UserError
 from engine.generation.decoding_engine import DecodingEngine
-from engine.generation.sampling import check_finite
+from engine.generation.sampling import not_finite_error
 from engine.generation.text_batch import banned_tokens
 from engine.generation.text_stream import TextStream
 from model import GPT
@@ -42,7 +42,8 @@ def beam_search(model: GPT, stream: TextStream, num_beams: int) -> tuple[list[in
     best: list[int] = []
     best_score = -math.inf
     for length in range(1, max_tokens + 1):
-        check_finite(logits.amax(dim=-1))
+        if not logits.amax(dim=-1).isfinite().all():
+            raise not_finite_error()
         allowed = logits.index_fill(-1, banned, -math.inf).float()
         scores = log_probs[:, None] + allowed.log_softmax(dim=-1)  # (beams, V)
         values, indices = scores.flatten().topk(min(num_beams, scores.numel()))  # descending

@@ -55,12 +55,6 @@ def not_finite_error() -> UserError:
     return UserError("the logits are not finite: the model diverged. Use an earlier checkpoint.")
 
 
-def check_finite(largest: Tensor) -> None:
-    """Raise UserError unless the largest logit of each row, which is NaN if any is, is finite."""
-    if not largest.isfinite().all():
-        raise not_finite_error()
-
-
 def penalize_repetition(
     logits: Tensor, tokens: Tensor, penalty: float, exempt: Sequence[int] = ()
 ) -> Tensor:

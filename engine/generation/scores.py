@@ -1,7 +1,6 @@
 """Scores: the fraction of questions that a model answers right, with a confidence interval."""
 
 import math
-import string
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -78,24 +77,21 @@ def encode_question(line: Record, model: TextGenerator) -> Question:
 
 
 def parse_answer(line: Record) -> tuple[list[str], str | None]:
-    """Return the choices of a line, and its answer: of choices the text, the index or A, B, ….
+    """Return the choices of a line, and its answer: of choices the text, or the index from 0.
 
     Raises UserError for choices that are not texts, and for an answer that is none of them.
     """
-    value = line.get("answer")
+    answer = line.get("answer")
     choices = parse_value(line.get("choices"))
     if not choices:
-        return [], str(value) if isinstance(value, str | int) else None
+        return [], str(answer) if isinstance(answer, str | int) else None
     if not isinstance(choices, list) or not all(isinstance(text, str) and text for text in choices):
         raise UserError(f"'choices' must be a list of texts (got {to_json(choices)[:40]}).")
-    texts: dict[Any, str] = dict(enumerate(choices))  # whatever number a choice spells
-    texts |= {str(index): text for index, text in enumerate(choices)}
-    texts |= dict(zip(string.ascii_uppercase, choices, strict=False))
-    texts |= {text: text for text in choices}
-    if value is not None and (type(value) not in (int, str) or value not in texts):
-        names = "a choice, its index from 0, or its letter"
-        raise UserError(f"'answer' must be {names} (got {value!r}).")
-    return choices, texts.get(value)
+    if type(answer) is int and 0 <= answer < len(choices):
+        answer = choices[answer]
+    if answer is not None and answer not in choices:
+        raise UserError(f"'answer' must be a choice, or its index from 0 (got {answer!r}).")
+    return choices, answer
 
 
 def score_record(num_right: float, num_questions: int) -> dict[str, float]:
