@@ -25,7 +25,7 @@ from helpers import (
 
 import report
 from engine.data.batches import open_mixture
-from engine.report.attention_maps import attention_maps, compute_attention
+from engine.report.attention_maps import compute_attention
 from engine.report.callback import EARLY_SAMPLE_TOKENS, SAMPLE_TOKENS, Report
 from engine.report.page import MAX_CURVE_POINTS, MAX_SHOWN_EVALUATIONS, downsample, select_samples
 from engine.runs.checkpoint import load_model
@@ -40,7 +40,7 @@ def runs(numbers, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     flags = ["--steps", 8, "--eval-every", 4, "--save-every", 4]
     train_tiny(numbers, folder / "a", *flags, callbacks=[Report()])
-    train_tiny(numbers, folder / "b", "--steps", 6, "--eval-every", 3, callbacks=[Report()])
+    train_tiny(numbers, folder / "b", "--steps", 2, "--eval-every", 2, callbacks=[Report()])
     return folder
 
 
@@ -93,14 +93,14 @@ def test_samples_follow_the_same_prompts_at_each_evaluation(runs):
 def test_the_first_steps_are_drawn_at_doublings(numbers, tmp_path, monkeypatch):
     monkeypatch.setattr("engine.report.callback.MAX_EARLY_TIME", 0.0)
     run = tmp_path / "run"
-    train_tiny(numbers, run, "--steps", 40, "--eval-every", 20, callbacks=[Report()])
+    train_tiny(numbers, run, "--steps", 20, "--eval-every", 10, callbacks=[Report()])
     samples = read_lines(run / "samples.jsonl")
-    assert [sample["step"] for sample in samples[::3]] == [1, 2, 4, 20, 40]
+    assert [sample["step"] for sample in samples[::3]] == [1, 2, 4, 10, 20]
     frames = read_lines(run / "attention.jsonl")
-    assert [frame["step"] for frame in frames] == [1, 2, 4, 20, 40]
+    assert [frame["step"] for frame in frames] == [1, 2, 4, 10, 20]
     assert read_page(run / "report.html")["frames"] == frames
     attention = compute_attention(load_model(find_checkpoint(run)), open_mixture([numbers]))
-    assert frames[-1] == {"step": 40, **attention}
+    assert frames[-1] == {"step": 20, **attention}
     assert frames[0]["weights"] != attention["weights"]
 
 
@@ -119,18 +119,6 @@ def test_memorized_passages_are_shown_and_losses_that_are_not_finite_are_gaps(ru
     losses = page["training"]["train_loss"]
     assert [loss is None for loss in losses] == [True, True] + [False] * 6
     assert page["memorization"]["passages"][2] == [[1, 200, "numbers.txt"]]
-
-
-def test_attention_is_that_of_the_heads(runs, numbers):
-    attention = read_page(runs / "a" / "report.html")["attention"]
-    text = "".join(attention["labels"]).replace("·", " ").replace("⏎", "\n")
-    tokens = torch.from_numpy(open_mixture([numbers]).tokenizer.encode(text).astype(np.int64))
-    maps = attention_maps(load_model(find_checkpoint(runs / "a")), tokens)
-    levels = np.frombuffer(base64.b64decode(attention["weights"]), np.uint8)
-    rows, columns = np.tril_indices(len(tokens))
-    expected = maps.flatten(0, 1)[:, rows, columns].ravel()
-    np.testing.assert_allclose((levels / 255) ** 2, expected, atol=0.004)
-    assert attention["ids"] == tokens.tolist() and "".join(attention["texts"]) == text
 
 
 def test_a_resumed_run_drops_the_samples_after_its_step(run_a, numbers):

@@ -1,14 +1,21 @@
 """Attention maps: the model's own weights, and visible tokens."""
 
+import base64
 import re
 
+import numpy as np
 import pytest
 import torch
 from helpers import VARIANTS, random_model
 
 from engine.data.tokenizer import CharTokenizer, named_tokenizer
 from engine.data.tokenizer_training import train_bpe_tokenizer
-from engine.report.attention_maps import attention_maps, shared_character, token_label
+from engine.report.attention_maps import (
+    attention_maps,
+    encode_triangles,
+    shared_character,
+    token_label,
+)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -32,6 +39,13 @@ def test_the_maps_are_the_weights_that_the_model_uses(name):
         expected = block.attention(attention_input, rotation)[0]
         torch.testing.assert_close(block.attention.projection(mixed), expected)
         x = block(x, rotation)
+
+
+def test_triangles_are_bytes_of_the_square_roots_row_by_row():
+    maps = torch.rand(2, 3, 5, 5)
+    levels = np.frombuffer(base64.b64decode(encode_triangles(maps)), np.uint8)
+    rows, columns = np.tril_indices(5)
+    np.testing.assert_allclose((levels / 255) ** 2, maps[..., rows, columns].ravel(), atol=0.004)
 
 
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe"])

@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SMALL, VARIANTS, random_model, train_sentencepiece, train_tiny
+from helpers import SMALL, VARIANTS, random_model, save_run, train_sentencepiece
 from page_reference import Reference, list_habits, name_heads
 
 import sample
 from engine.core.errors import UserError
 from engine.data.chats.chat_template import CHATML_TEMPLATE
-from engine.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, named_tokenizer
+from engine.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from engine.data.tokenizer_json import SPECIAL_TOKENS, SPLIT_PATTERNS
 from engine.data.tokenizer_training import train_bpe_tokenizer, train_char_tokenizer
 from engine.generation.text_generator import TextGenerator
 from engine.report import model_page
 from engine.report.attention_maps import token_label
-from engine.report.model_page import make_page, save_page, translate_regex
+from engine.report.model_page import make_page, page_tokenizer, save_page, translate_regex
 from engine.report.page import WEB_DIR
 from model import FeedForward, ModelConfig
 
@@ -39,11 +39,25 @@ NAME = "</script><script>alert(1)</script><b>small</b>{{weights}}"
 LLAMA3_SCALING = (8.0, 1.0, 4.0, 8.0)
 CONFIGS = {
     **VARIANTS,
-    "layernorm": dataclasses.replace(SMALL, norm="layernorm", bias=True, norm_epsilon=1e-3),
-    "qkv_bias": dataclasses.replace(SMALL, qkv_bias=True, rope_scaling=(4.0,), windows=(5,)),
-    "tied": dataclasses.replace(SMALL, tie_embeddings=True, rope_scaling=LLAMA3_SCALING),
-    "post": dataclasses.replace(SMALL, norm_placement="post", norm="weighted_rmsnorm"),
-    "gelu": dataclasses.replace(SMALL, activation="gelu", scale_embeddings=True, num_kv_heads=1),
+    "tied": dataclasses.replace(
+        SMALL,
+        tie_embeddings=True,
+        norm="layernorm",
+        bias=True,
+        norm_epsilon=1e-3,
+        rope_scaling=LLAMA3_SCALING,
+        activation="gelu",
+        scale_embeddings=True,
+        num_kv_heads=1,
+    ),
+    "post": dataclasses.replace(
+        SMALL,
+        norm_placement="post",
+        norm="weighted_rmsnorm",
+        qkv_bias=True,
+        rope_scaling=(4.0,),
+        windows=(5,),
+    ),
 }
 LONG = [i * i % SMALL.vocab_size for i in range(40)]  # ids, more than two contexts
 
@@ -117,7 +131,7 @@ def test_every_option_of_a_model_is_computed(name, page, open_page):
     assert (torch.tensor(logits) - expected).abs().max() < 1e-3
     off = [[1, 2], [2, 1]]
     for count, options in (
-        (200, {"temperature": 0.0}),
+        (60, {"temperature": 0.0}),
         (20, FILTERS | {"seed": 7}),
         (20, FILTERS | {"top_k": 5, "off": off}),
     ):
@@ -134,8 +148,8 @@ def test_every_option_of_a_model_is_computed(name, page, open_page):
     (table,) = ask("predict", ids=LONG, off=off, top_k=5, at=30)
     expected = read["tokens"][30]
     assert_close(table["likely"], expected["likely"])
-    added = [line["bits"] for line in ask("measure", ids=LONG)]
-    assert_close(added, reference.measure(LONG))
+    added = [line["bits"] for line in ask("measure", ids=LONG[:20])]
+    assert_close(added, reference.measure(LONG[:20]))
     assert_close(ask("heads", ids=LONG, off=off, at=20), [reference.heads(LONG, 20, off)])
     for layer, head in itertools.product((1, 2), range(1, config.num_heads + 1)):
         place = {"at": 39, "layer": layer, "head": head}
@@ -191,33 +205,29 @@ def test_a_question_that_is_too_long_or_unknown_is_an_error(question, message, o
         ask("write", **question)
 
 
-def make_tokenizer(name: str, request: Any) -> Tokenizer:
-    """Make a tokenizer of a kind, or a byte-level BPE with a pattern."""
-    if name in ("gpt2", "cl100k_base"):
-        request.getfixturevalue("tiktoken_cache")
-        return named_tokenizer(name)
+@pytest.mark.parametrize("name", ["char", "byte", *SPLIT_PATTERNS])
+def test_wild_texts_have_the_same_ids_and_labels(name, page, open_page, code, random_strings):
+    tokenizer: Tokenizer = ByteTokenizer()
     if name == "char":
-        return train_char_tokenizer(request.getfixturevalue("random_strings"), "\n")
-    if name == "byte":
-        return ByteTokenizer()
-    return train_bpe_tokenizer([request.getfixturevalue("code")], 600, pattern=name)
-
-
-@pytest.mark.parametrize("name", ["char", "byte", "cl100k_base", *SPLIT_PATTERNS])
-def test_wild_texts_have_the_same_ids_and_labels(name, page, open_page, request, random_strings):
-    tokenizer = make_tokenizer(name, request)
-    config = dataclasses.replace(SMALL, vocab_size=tokenizer.vocab_size, d_model=8, num_heads=1)
-    open_page(generate(config, tokenizer))
-    encode = "(texts) => texts.map((text) => inspector.tokenizer.encode(text))"
-    ids = page.evaluate(encode, random_strings)
-    assert ids == [tokenizer.encode(text).tolist() for text in random_strings]
+        tokenizer = train_char_tokenizer(random_strings, "\n")
+    elif name in SPLIT_PATTERNS:
+        tokenizer = train_bpe_tokenizer([code], 600, pattern=name)
+    ids = [tokenizer.encode(text).tolist() for text in random_strings]
     parts = [each[start : start + 3] for each in ids for start in range(0, len(each), 7)]
     categories = [{*map(unicodedata.category, tokenizer.decode(part))} for part in parts]
     parts = [part for part, each in zip(parts, categories, strict=True) if "Cn" not in each]
-    label = "(parts) => parts.map((ids) => inspector.tokenizer.label(...ids))"
-    assert page.evaluate(label, parts) == [token_label(tokenizer, *part) for part in parts]
-    decode = "(all) => all.map((ids) => inspector.tokenizer.decode(ids))"
-    assert page.evaluate(decode, parts) == [tokenizer.decode(part) for part in parts]
+    open_page(generate(SMALL))
+    content = page_tokenizer(tokenizer, tokenizer.vocab_size)
+    program = """(question) => {
+        const [content, texts, parts] = JSON.parse(question);
+        const tokenizer = new inspector.tokenizer.constructor(content);
+        const ids = texts.map((text) => tokenizer.encode(text));
+        const labels = parts.map((ids) => tokenizer.label(...ids));
+        return JSON.stringify([ids, labels, parts.map((ids) => tokenizer.decode(ids))]);
+    }"""
+    answer = page.evaluate(program, json.dumps([content, random_strings, parts]))
+    labels = [token_label(tokenizer, *part) for part in parts]
+    assert json.loads(answer) == [ids, labels, [*map(tokenizer.decode, parts)]]
 
 
 def test_markup_is_not_mistaken_for_what_every_object_has(page, open_page):
@@ -313,17 +323,16 @@ def test_an_edited_forward_pass_is_noticed_by_the_page(page, tmp_path, monkeypat
     expect(page.locator("#status")).to_contain_text("model.py")
 
 
-def test_sample_opens_or_saves_the_page_of_a_run(numbers, tmp_path, capsys, monkeypatch):
-    run = tmp_path / "run"
-    train_tiny(numbers, run)
+def test_sample_opens_or_saves_the_page_of_a_run(tmp_path, capsys, monkeypatch):
+    run = save_run(random_model(SMALL), tmp_path / "run", LETTERS)
     path = tmp_path / "model.html"
-    sample.main([str(run), "--save-page", str(path), "1 is"])
+    sample.main([str(run), "--save-page", str(path), "1"])
     assert capsys.readouterr().out.strip() == str(path)
     assert path.stat().st_size < 300_000
     opened: list[str] = []
     monkeypatch.setenv("DISPLAY", ":0")
     monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) or True)
-    sample.main([str(run), "--page", "1 is"])
+    sample.main([str(run), "--page", "1"])
     assert opened == [(run / "page.html").resolve().as_uri()]
     assert (run / "page.html").read_text() == path.read_text()
     for wrong in (["model.txt"], ["missing/model.html"], ["model.html", "--port", "80"]):

@@ -85,12 +85,9 @@ def test_runs_are_ranked_only_if_the_same_text_was_counted(loss, num_tokens, tok
     assert compare([first, second])[0] == kind
 
 
-def test_a_run_without_an_evaluation_has_no_verdict_yardsticks_or_commands():
+def test_yardsticks_are_bits_per_byte_the_worst_first():
     run = make_run([])
     assert judge(run) is None and list_yardsticks(run) == suggest_commands(run) == []
-
-
-def test_yardsticks_are_bits_per_byte_the_worst_first():
     run = make_run([3.5, 3.0], about={"baselines": BASELINES, "xz_bits_per_byte": 1.7})
     names, bits = zip(*list_yardsticks(run), strict=True)
     assert names == ("uniform", "unigram", "bigram", "xz -9", "this model")

