@@ -21,9 +21,9 @@ from engine.nn.inference import build_decoder
 LETTERS = CharTokenizer("abcdefghijklmnopqrstuvwxyzABCDEFGHI")  # 35 ids of 37
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("banned", [[], [4]])
-@pytest.mark.parametrize("ends", [(), (0, 2)])
+@pytest.mark.parametrize(
+    ("seed", "banned", "ends"), [(0, [], ()), (1, [4], (0, 2)), (2, [4], ()), (3, [], (0, 2))]
+)
 @torch.no_grad()
 def test_enough_beams_find_the_best_of_all_continuations_beyond_the_context_too(
     each_path, seed, banned, ends
@@ -63,15 +63,6 @@ def test_one_beam_is_greedy_beyond_the_context_too(name):
     for ends, expected in (([], greedy), ([greedy[12]], greedy[: greedy.index(greedy[12]) + 1])):
         stream = TextStream(LETTERS, prompt, 30, ends=TurnEnds(tuple(ends)))
         assert beam_search(build_decoder(model), stream, 1)[0] == expected
-
-
-def test_a_search_ends_when_no_beam_can_surpass_the_best():
-    model = random_model(dataclasses.replace(SMALL, vocab_size=5))
-    calls = []
-    model.register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
-    stream = TextStream(CharTokenizer("abcde"), [1], 1000, ends=TurnEnds((0, 2, 3)))
-    ids, score = beam_search(model, stream, 4)
-    assert 1 <= len(ids) <= len(calls) < 1000 and score < 0
 
 
 def test_a_text_ends_with_the_end_of_text_or_an_end_or_a_stop_text():

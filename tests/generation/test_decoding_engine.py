@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import random
-import weakref
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def test_the_window_grows_then_moves_by_half():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("lengths", [(1,), (5, 5), (16, 16), (40,), (1, 5, 16, 40)], ids=str)
+@pytest.mark.parametrize("lengths", [(16, 16), (1, 5, 16, 40)], ids=str)
 def test_cached_equals_uncached_beyond_the_context_too(each_path, name, lengths):
     model = random_model(CONFIGS[name])
     prompts = [torch.randint(37, (length,)).tolist() for length in lengths]
@@ -47,13 +46,11 @@ def test_cached_equals_uncached_beyond_the_context_too(each_path, name, lengths)
         assert [*map(len, ids)] == [26] * len(prompts)
 
 
-@pytest.mark.parametrize("max_padding_bytes", [decoding_engine.MAX_PADDING_BYTES, -1])
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
 def test_rows_that_are_read_in_chunks_kept_dropped_and_repeated_depend_on_their_ids_only(
-    each_path, name, max_padding_bytes, monkeypatch
+    each_path, name, monkeypatch
 ):
-    monkeypatch.setattr(decoding_engine, "MAX_PADDING_BYTES", max_padding_bytes)
     model = random_model(CONFIGS[name])
     draw = random.Random(name)
     engine = DecodingEngine(model)
@@ -70,7 +67,9 @@ def test_rows_that_are_read_in_chunks_kept_dropped_and_repeated_depend_on_their_
             text.append(token)
         check(engine.step(ids), texts[:num_rows])
 
+    limits = (decoding_engine.MAX_PADDING_BYTES, -1)  # in one product, or row by row
     for num_kept in (1, 2, 4, 3, 5, 6, 2, 7, 1, 3):
+        monkeypatch.setattr(decoding_engine, "MAX_PADDING_BYTES", draw.choice(limits))
         texts.append(draw.choices(range(37), k=draw.randrange(1, 40)))
         engine.add(texts[-1])
         while engine.rows[-1].num_unread:
@@ -167,14 +166,6 @@ def test_few_numbers_of_rows_are_captured_while_memory_stays(graphs):
     assert engine.caches[0].keys_values.data_ptr() != address
 
 
-def test_memory_is_freed_with_the_last_reference_to_an_engine(plain_steps):
-    engine = start_engine(random_model(SMALL), 4)
-    engine.step([3])
-    cache = weakref.ref(engine.caches[0])
-    del engine
-    assert cache() is None
-
-
 def test_logits_of_a_step_stay_when_the_next_is_made(each_path):
     engine = start_engine(random_model(SMALL), 4)
     logits = [engine.step([index]) for index in range(5)]
@@ -184,16 +175,10 @@ def test_logits_of_a_step_stay_when_the_next_is_made(each_path):
     assert len({*map(tuple, torch.cat(logits).tolist())}) == 5
 
 
-def test_decoding_continues_where_a_token_cannot_be_captured(graphs, capfd):
-    model = random_model(SMALL)
-    decoding_engine.warn_of_capture.cache_clear()
-    expected = decode(model, [[1, 2], [3]], 20, temperature=0)
-    model.blocks[0].register_forward_hook(lambda block, _, y: y * (y.sum().item() != 0))
-    assert decode(model, [[1, 2], [3]], 20, temperature=0) == expected
-    assert capfd.readouterr().err.count("warning") == 1
-
-
-def test_a_captured_token_that_differs_is_not_used(graphs, capfd, monkeypatch):
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_token_that_cannot_be_captured_or_differs_is_computed_plainly(
+    is_captured, graphs, capfd, monkeypatch
+):
     model = random_model(SMALL)
     decoding_engine.warn_of_capture.cache_clear()
     expected = decode(model, [[1, 2], [3]], 20, temperature=0)
@@ -203,7 +188,10 @@ def test_a_captured_token_that_differs_is_not_used(graphs, capfd, monkeypatch):
         logits = original(calls, *inputs)
         return logits.flip(-1) if calls.num_captures and calls.pool.is_enabled else logits
 
-    monkeypatch.setattr(CapturedCalls, "__call__", call)
+    if is_captured:
+        monkeypatch.setattr(CapturedCalls, "__call__", call)
+    else:
+        model.blocks[0].register_forward_hook(lambda block, _, y: y * (y.sum().item() != 0))
     assert decode(model, [[1, 2], [3]], 20, temperature=0) == expected
     assert capfd.readouterr().err.count("warning") == 1
 

@@ -35,10 +35,10 @@ def test_samples_end_where_those_of_the_command_end(tmp_path, kind):
     model.head.weight.data.zero_()  # every token is drawn, also the ends
     prompts = choose_prompts(data)
     texts = [""] * len(prompts)
-    for index, text in stream_samples(model, data, prompts, 300, seed=3):
+    for index, text in stream_samples(model, data, prompts, 100, seed=3):
         texts[index] += text
     generator = TextGenerator(model, tokenizer, [0], is_chat_model=kind == "chats")
-    options = {"max_new_tokens": 300, "seed": 3}
+    options = {"max_new_tokens": 100, "seed": 3}
     assert texts == [generator.generate(tokenizer.decode(ids), **options) for ids in prompts]
 
 
