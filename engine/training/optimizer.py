@@ -181,7 +181,10 @@ class Optimizer:
         self.loss_scaler = {"loss_scale": loss_scale, **counts}
 
     def _make_groups(self, specs: Specs, kind: OptimizerKind) -> list[ParamGroup]:
-        """Return the parameters in groups of one role and rate, for matrices also of one shape."""
+        """Return the parameters in groups of one role and rate, for matrices also of one shape.
+
+        The parameters of a stack, which Muon takes as one matrix, follow each other.
+        """
         stacks: dict[tuple[str, float, str], list[Tensor]] = {}  # by role, rate, and name of stack
         for name, parameter in self.parameters.items():
             spec = specs[name]
@@ -191,18 +194,19 @@ class Optimizer:
         groups: dict[tuple, ParamGroup] = {}
         for (role, lr_scale, stack), params in stacks.items():
             shape = params[0].shape if stack else None
-            num_stacked = len(params) if stack else 1
+            stack_size = len(params) if stack else 1
             if role == "embedding":
                 lr_scale *= self.config.embedding_rate
             empty_group: ParamGroup = {
                 "params": [],
                 "role": role,
-                "stack_size": num_stacked,
+                "stack_size": stack_size,
                 "lr_scale": lr_scale,
                 "lr": self.config.learning_rate * lr_scale,
                 "weight_decay": 0.0 if role in ("vector", "adapter") else self.config.weight_decay,
             }
-            groups.setdefault((role, lr_scale, num_stacked, shape), empty_group)["params"] += params
+            group = groups.setdefault((role, lr_scale, stack_size, shape), empty_group)
+            group["params"] += params
         return list(groups.values())
 
     @property

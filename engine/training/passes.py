@@ -294,10 +294,11 @@ def describe_difference(
 ) -> str:
     """Name the largest difference between two fingerprints; "" if all are within a tolerance."""
     norms = expected[1 : 1 + len(names)]
+    # Beside the largest, a tiny tensor consists of rounding errors.
     norms = norms.clamp(min=tolerance * norms.nan_to_num(0, 0).max())
     differences = (actual - expected).abs() / torch.cat((expected[:1].abs(), norms, norms))
-    has_numbers = actual.isfinite() | expected.isfinite()
-    differences = differences.nan_to_num(math.inf).masked_fill(~has_numbers, 0)
+    is_finite_in_one = actual.isfinite() | expected.isfinite()
+    differences = differences.nan_to_num(math.inf).masked_fill(~is_finite_in_one, 0)
     if differences.max() <= tolerance:
         return ""
     name = ["the loss", *names, *names][int(differences.argmax())]
