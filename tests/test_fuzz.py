@@ -77,12 +77,16 @@ def damaged(draw, content: bytes):
 
 
 def fuzz(
-    path: Path, contents: st.SearchStrategy, parse: Callable[..., object], **options: Any
+    path: Path,
+    contents: st.SearchStrategy,
+    parse: Callable[..., object],
+    cases: settings = CASES,
+    **options: Any,
 ) -> None:
     """Parse a file with each content, or any bytes: there are errors, and each is one line."""
     errors: list[UserError] = []
 
-    @CASES
+    @cases
     @given(st.one_of(contents, st.binary(max_size=60)), st.fixed_dictionaries(options))
     def check(content, drawn):
         path.write_bytes(content)
@@ -114,7 +118,8 @@ def test_imported_models(tmp_path):
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         import_model(ImportConfig(str(path.parent), tmp_path / "run"))
 
-    fuzz(path, changed_json(json.loads(path.read_bytes())), parse)
+    cases = settings(CASES, max_examples=CASES.max_examples // 3)
+    fuzz(path, changed_json(json.loads(path.read_bytes())), parse, cases)
 
 
 @pytest.mark.parametrize(

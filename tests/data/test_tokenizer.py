@@ -335,15 +335,6 @@ def test_tokenizers_runs_what_splintr_cannot(
     assert_same_ids(imported, document, [*strings, *random_strings[::9], code[:9000]])
 
 
-def test_a_pair_without_a_merge_is_kept_apart(tmp_path: Path):
-    document = json.loads(json.dumps(bpe_of(BYTE_RANKS, 256).document))
-    document["model"] |= {"merges": ["b c", "a b", "ab c"], "ignore_merges": False}
-    document["model"]["vocab"] |= {"bc": 257, "ab": 258, "abc": 259}
-    imported = load(document, tmp_path, END_OF_TEXT)
-    assert_same_ids(imported, document, ["abc", "ab", "xabcabc"])
-    assert imported.encode("abc").tolist() == [97, 257]
-
-
 @pytest.mark.parametrize("kind", ["short left parts first", "low left ids first"])
 def test_llama_3s_order_of_merges_is_recognized(kind: str, code: str, strings, tmp_path: Path):
     document = json.loads(json.dumps(train_bpe_tokenizer([code], 900, "llama3").document))
