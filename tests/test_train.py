@@ -509,7 +509,7 @@ CHANGEABLE_FLAGS = """
     --window-warmup 0.5 --score exact_match --score-examples 3 --best-by score
 """
 FIXED_FLAGS = """
-    --batch-size 8 --seed 2 --long-examples cut --vocab-size 64 --context-length 32 --num-layers 1
+    --batch-size 8 --seed 2 --vocab-size 64 --context-length 32 --num-layers 1
     --num-heads 4 --num-kv-heads 1 --head-dim 4 --d-model 32 --d-ff 48 --dropout 0.5 --bias
     --position learned --rope-base 500 --norm layernorm --norm-epsilon 1e-3 --norm-placement post
     --activation gelu --no-qk-norm --tie-embeddings --scale-embeddings --logit-softcap 15

@@ -126,12 +126,12 @@ class Dataset:
         counts = self.manifest["splits"][split]
         return counts["bytes"] / counts.get("targets", counts["tokens"])
 
-    def drop_long_examples(self, context_length: int, cut: bool) -> "Dataset":
+    def drop_long_examples(self, context_length: int) -> "Dataset":
         """Apply Examples.drop_long to both splits, and correct the manifest's counts of val."""
-        train = self.train.drop_long(context_length, cut)
-        val = self.val.drop_long(context_length, cut)
+        train = self.train.drop_long(context_length)
+        val = self.val.drop_long(context_length)
         splits = self.manifest["splits"]
-        if val.num_examples and (val.num_cut or val.num_removed):
+        if val.num_examples and val.num_removed:
             counts = [count_targets(self.tokenizer, example) for example in val.examples()]
             num_targets, num_bytes = map(sum, zip(*counts, strict=True))
             counted = {"targets": num_targets, "bytes": num_bytes}

@@ -58,7 +58,6 @@ class Split:
 
     num_examples = 0  # 0: text
     longest_example = 0  # tokens
-    num_cut = 0  # examples, by drop_long
     num_removed = 0  # examples, by drop_long
 
     def __init__(self, tokens: Tokens):
@@ -76,8 +75,8 @@ class Split:
         """Yield the tokens of each example, int32; of text, nothing."""
         return iter(())
 
-    def drop_long(self, context_length: int, cut: bool) -> "Split":
-        """Remove the examples of more than context_length + 1 tokens, or cut them."""
+    def drop_long(self, context_length: int) -> "Split":
+        """Remove the examples of more than context_length + 1 tokens."""
         return self
 
     def rows(self, step: int, spec: BatchSpec) -> np.ndarray:
@@ -169,23 +168,19 @@ class Examples(Split):
         start = int(self.starts[index])
         return self.tokens[start : start + int(self.lengths[index])]
 
-    def drop_long(self, context_length: int, cut: bool) -> "Examples":
-        """Remove or cut long examples. One without a target after the cut is removed."""
-        max_length = context_length + 1
-        long = np.flatnonzero(self.lengths > max_length).tolist()
-        removed = [i for i in long if not (cut and (self.example(i)[1:max_length] >= 0).any())]
-        lengths = np.delete(np.minimum(self.lengths, max_length), removed)
-        shortened = Examples(self.tokens, np.delete(self.starts, removed), lengths)
-        shortened.num_cut = len(long) - len(removed)
-        shortened.num_removed = len(removed)
-        return shortened
+    def drop_long(self, context_length: int) -> "Examples":
+        """Remove the examples of more than context_length + 1 tokens."""
+        fits = self.lengths <= context_length + 1
+        fitting = Examples(self.tokens, self.starts[fits], self.lengths[fits])
+        fitting.num_removed = int((~fits).sum())
+        return fitting
 
     def examples(self) -> Iterator[np.ndarray]:
         """Yield the tokens of each example, int32."""
         return map(self.example, range(self.num_examples))
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read ids, also those of removed and cut examples, which are no targets."""
+        """Read ids, also those of removed examples, which are no targets."""
         tokens = self.tokens[start:stop].astype(np.int64)
         position = np.arange(start, start + len(tokens))
         index = np.searchsorted(self.starts, position, "right") - 1

@@ -178,8 +178,6 @@ def describe_training(trainer: Trainer) -> str:
         f"{config.optimizer.optimizer} at learning rate {config.optimizer.learning_rate:g}, "
         f"{trainer.dist_ctx.size} × {trainer.dist_ctx.device} in {config.dtype} → {config.out}",
     ]
-    if num_cut := sum(split.num_cut for split in data.splits):
-        lines.append(f"examples longer than the context: {num_cut:,} cut")
     return "\n".join(lines)
 
 

@@ -68,8 +68,6 @@ class TrainConfig:
     seed: Annotated[int, Ge(0), Lt(9 * 10**18)] = 1
     # Fraction of sequences from each dataset. None: in proportion to their tokens.
     mix: tuple[Annotated[float, Gt(0), Le(1e15)], ...] | None = None
-    # What to do with examples that are longer than the context.
-    long_examples: Literal["leave_out", "cut"] = "leave_out"
     # Of text: let attention not cross documents. It pays for documents shorter than the context.
     document_mask: bool = False
     # Measure right answers at each evaluation: of exactly equal text, or the most likely choice.

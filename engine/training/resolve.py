@@ -110,7 +110,6 @@ def check_text_settings(config: TrainConfig, data: Dataset) -> None:
     masks = config.document_mask
     has_documents = not data.longest_example and data.document_start is not None
     rules = [
-        ("--long-examples", config.long_examples == "cut", data.longest_example, "examples"),
         ("--document-mask", masks, has_documents, "text with a document token"),
         ("--document-mask", masks, config.model.attention != "loop", "--attention fused"),
     ]
@@ -182,14 +181,12 @@ def fit_context(
         raise UserError(f"--context-length: {problem}. Lower it, or choose another base model.")
     if not context_length or not data.longest_example:
         return config, data
-    fitting = data.drop_long_examples(context_length, config.long_examples == "cut")
+    fitting = data.drop_long_examples(context_length)
     longest = data.longest_example - 1
     if fitting.lacks_examples:
         num_examples = sum(split.num_examples for split in data.splits)
-        fixes = [str(longest)] if longest <= max_context else []
-        if not data.drop_long_examples(context_length, cut=True).lacks_examples:
-            fixes.append("--long-examples cut")
-        advice = f"Use {', or '.join(fixes)}" if fixes else "Choose another base model"
+        fits_base = longest <= max_context
+        advice = f"Use {longest}" if fits_base else "Shorten them, or choose another base model"
         problem = f"{fitting.num_removed:,} of {count_noun(num_examples, 'example')} do not fit"
         raise UserError(f"--context-length: {problem} (got {context_length}). {advice}.")
     if fitting.num_removed and dist_ctx.is_main_process:

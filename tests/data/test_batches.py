@@ -321,15 +321,13 @@ def test_sizes_that_do_not_fit_are_refused(function, message: str):
         function()
 
 
-@pytest.mark.parametrize(("cut", "train"), [(False, [3, 9]), (True, [3, 9, 9])])
-def test_examples_are_made_to_fit_the_context(cut: bool, train: list[int]):
-    fitting = EXAMPLES_TO_FIT.drop_long_examples(8, cut)
+def test_examples_are_made_to_fit_the_context():
+    fitting = EXAMPLES_TO_FIT.drop_long_examples(8)
     assert (fitting.row_length(100), fitting.row_length(5)) == (8, 5)
-    assert (fitting.num_removed, fitting.lacks_examples) == (1 - cut, not cut)  # 1 of 5
-    assert (fitting.train.lengths.tolist(), fitting.val.lengths.tolist()) == (train, [9, 3])
-    assert (fitting.train.num_cut, fitting.train.num_removed) == (cut, not cut)
-    assert (fitting.val.num_cut, fitting.val.num_removed) == (0, 0)
-    assert fitting.train.tokens_per_step(4, 8) == round(4 * (sum(train) / len(train) - 1))
+    assert fitting.num_removed == 1 and fitting.lacks_examples  # 1 of 5
+    assert (fitting.train.lengths.tolist(), fitting.val.lengths.tolist()) == ([3, 9], [9, 3])
+    assert (fitting.train.num_removed, fitting.val.num_removed) == (1, 0)
+    assert fitting.train.tokens_per_step(4, 8) == 20
     text = dataset_of(train=Split(np.arange(9)), val=Split(np.arange(9)))
     text.check_length(8)
-    assert text.drop_long_examples(8, cut) == text and text.train.tokens_per_step(4, 8) == 32
+    assert text.drop_long_examples(8) == text and text.train.tokens_per_step(4, 8) == 32

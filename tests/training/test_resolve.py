@@ -34,11 +34,11 @@ def test_a_resumed_run_is_as_long_as_its_checkpoint_or_longer():
     assert minutes == (None, 2.0)
 
 
-def examples_of(train: list[int], val: list[int], prompt: int = 1) -> Dataset:
-    """Return a dataset of examples of these lengths, whose first tokens are no targets."""
+def examples_of(train: list[int], val: list[int]) -> Dataset:
+    """Return a dataset of examples of these lengths, whose first token is no target."""
     splits = []
     for lengths in map(np.array, (train, val)):
-        rows = [[~1] * min(prompt, n) + [1] * (n - prompt) for n in lengths.tolist()]
+        rows = [[~1] + [1] * (n - 1) for n in lengths.tolist()]
         tokens = np.concatenate(rows).astype(np.int32)
         splits.append(Examples(tokens, np.cumsum(lengths) - lengths, lengths))
     manifest = {"splits": {"val": {}}}
@@ -91,7 +91,6 @@ def test_the_context_fits_examples_base_and_memory(data, base, context_length, m
 SHORT = [9] * 18
 FEW = examples_of([*SHORT, 65], [9])
 MANY = examples_of([*SHORT, 65, 65, 65], [9])
-LONG_PROMPTS = examples_of([*SHORT, 65, 65, 65], [9], prompt=60)
 
 
 def test_a_few_long_examples_are_left_out_with_a_warning(capsys):
@@ -105,11 +104,9 @@ def test_a_few_long_examples_are_left_out_with_a_warning(capsys):
 @pytest.mark.parametrize(
     ("data", "base", "problem", "advice"),
     [
-        (MANY, None, "3 of 22", "Use 64, or --long-examples cut."),
-        (LONG_PROMPTS, None, "3 of 22", "Use 64."),
-        (examples_of(SHORT, [65]), None, "1 of 19", "Use 64, or --long-examples cut."),
-        (MANY, base_of(32, "learned"), "3 of 22", "Use --long-examples cut."),
-        (LONG_PROMPTS, base_of(32, "learned"), "3 of 22", "Choose another base model."),
+        (MANY, None, "3 of 22", "Use 64."),
+        (examples_of(SHORT, [65]), None, "1 of 19", "Use 64."),
+        (MANY, base_of(32, "learned"), "3 of 22", "Shorten them, or choose another base model."),
         (FEW, base_of(31, "learned"), "31 positions", "Lower it, or choose another base model."),
     ],
 )
@@ -118,9 +115,6 @@ def test_many_long_examples_are_refused_with_advice_that_works(data, base, probl
         fit(data, base, context_length=32)
     if "Use 64" in advice:
         assert not fit(data, base, context_length=64)[1].num_removed
-    if "cut" in advice:
-        (dataset,) = fit(data, base, context_length=32, long_examples="cut")[1].datasets
-        assert dataset.train.longest_example <= 33 >= dataset.val.longest_example
 
 
 CHAT_NAMES = [*CHAT_ROLES.values(), END_OF_TURN]
