@@ -114,7 +114,7 @@ def test_text_is_prepared_trained_on_and_sampled(plain_steps, run, tmp_path, mon
     assert_same_run(out, tmp_path / "out" / "again")
 
 
-def test_a_missing_or_old_built_in_corpus_is_prepared(tmp_path, monkeypatch):
+def test_a_missing_built_in_corpus_is_prepared(tmp_path, monkeypatch):
     (tmp_path / "library").mkdir()
     shutil.copy(os.__file__, tmp_path / "library")  # all files take long
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "library"))
@@ -122,11 +122,6 @@ def test_a_missing_or_old_built_in_corpus_is_prepared(tmp_path, monkeypatch):
     assert train.main(["--steps", "2", *TINY]) == 0
     assert open_dataset(tmp_path / "data" / "pydocs").manifest["origin"]["tokenizer"] == "bpe"
     assert newest_checkpoint(tmp_path / "out" / "pydocs").step == 2
-    manifest = tmp_path / "data" / "pydocs" / "manifest.json"
-    before = manifest.read_text()
-    manifest.write_text(before.replace('"format": ', '"format": 1'))  # another version
-    assert train.main(["--steps", "2", "--out", "again", *TINY]) == 0
-    assert manifest.read_text() == before
 
 
 def test_a_text_is_prepared_once_until_it_changes(tmp_path, monkeypatch, capsys):
@@ -189,20 +184,19 @@ def test_weights_of_at_least_two_epochs_are_averaged_at_the_end(tmp_path):
     ("number", "step", "when"),
     [
         (signal.SIGINT, 7, "on_step"),  # between saves
-        (signal.SIGTERM, 8, "on_step"),  # at a save
-        (signal.SIGUSR1, 12, "val_loss"),
         (signal.SIGINT, 24, "val_loss"),  # at a save too
-        (signal.SIGTERM, 12, "evaluation"),
         (signal.SIGUSR2, 12, "on_step"),  # the evaluation gives way
     ],
 )
 def test_an_interrupted_run_resumes_bit_for_bit(trained, full_run, number, step, when):
+    seeds: set[int] = set()
     callbacks = [Action(step, partial(signal.raise_signal, number), when)]
+    callbacks += [Action(n, lambda: seeds.add(torch.initial_seed())) for n in (1, 2, 3)]
     with Interruption() as interruption:
         out = trained(
             "run", *RUN_FLAGS, callbacks=callbacks, should_stop=lambda: bool(interruption.signal)
         )
-    assert interruption.signal == number
+    assert interruption.signal == number and len(seeds) == 3  # of dropout, another at each step
     checkpoint = newest_checkpoint(out)
     assert checkpoint.step == step == max(logged(out, "train_loss"))
     evaluation = checkpoint.state.evaluation or {}
@@ -289,10 +283,8 @@ def test_a_run_whose_loss_is_not_finite_ends_in_one_line_after_its_last_checkpoi
 # What training computes.
 
 
-@pytest.mark.parametrize(
-    "flags", ["--eval-every 30 --log-every 30 --save-every 9", "--checkpoint-activations"]
-)
-def test_settings_that_change_no_result(trained, full_run, flags):
+def test_settings_that_change_no_result(trained, full_run):
+    flags = "--eval-every 30 --log-every 30 --save-every 9 --checkpoint-activations"
     run = trained("run", *RUN_FLAGS, *flags.split())
     assert same_checkpoint(newest_checkpoint(run), newest_checkpoint(full_run))
 
@@ -301,7 +293,6 @@ def test_settings_that_change_no_result(trained, full_run, flags):
     ("flags", "windows"),
     [
         ("", [0] * 10),  # characters
-        ("--window-warmup 0.3", [16] * 3 + [0] * 7),
         ("--vocab-size 600 --windows 40", [16] * 2 + [40] * 8),
     ],
 )
@@ -316,18 +307,11 @@ def test_the_first_block_has_a_short_window_early_in_a_run_and_in_no_evaluation(
                 lambda layer, _: windows_by_mode[layer.training].append(layer.heads[0].window)
             )
 
-    flags = ["--steps", 10, "--eval-every", 1, "--eval-tokens", 50, *flags.split()]
+    flags = ["--steps", 10, "--eval-every", 5, "--eval-tokens", 50, *flags.split()]
     train_tiny(numbers, tmp_path / "run", *flags, callbacks=[Watcher()])
     assert windows_by_mode[True] == windows and set(windows_by_mode[False]) == {windows[-1]}
     tuned = train_tiny(numbers, tmp_path / "tuned", "--steps", 1, "--init-from", tmp_path / "run")
     assert tuned.config.optimizer.window_warmup == 0
-
-
-def test_dropout_has_another_seed_at_each_step(trained):
-    seeds = []
-    watchers = [Action(step, lambda: seeds.append(torch.initial_seed())) for step in (1, 2, 3)]
-    trained("run", "--steps", 3, "--dropout", 0.3, callbacks=watchers)
-    assert len(set(seeds)) == 3
 
 
 def test_float16_scales_its_loss_and_learns_also_after_a_resume_with_another_dtype(trained):
@@ -683,15 +667,6 @@ def test_a_dataset_that_changes_during_a_run_has_no_effect_before_the_resume(num
     assert "\n## My text has grown\n" in (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     assert same_checkpoint(*map(newest_checkpoint, runs.values()))
     assert train_tiny(numbers, runs["removed"], "--steps", 9, "--resume").step == 9
-
-
-def test_a_closed_pipe_does_not_end_a_run(numbers, tmp_path, monkeypatch):
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "w", encoding="utf-8") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
-        assert train.main(tiny(numbers, tmp_path / "run", "--steps", 6)) == 0
-    assert newest_checkpoint(tmp_path / "run").step == 6
 
 
 def test_a_plan_has_the_tokens_and_epochs_of_the_run(numbers, tmp_path, capsys):

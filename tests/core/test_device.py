@@ -1,12 +1,10 @@
 """Which device and dtype, and memory that is reused."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from helpers import ROOT, Action, assert_same_run
+from helpers import Action, assert_same_run
 
 import sample
 from engine.core.device import (
@@ -53,33 +51,6 @@ def test_bfloat16_is_fast_on_a_cpu_with_instructions_for_it(monkeypatch):
         is_slow = capability == "avx2"
         assert fast_dtype(CPU_DEVICE) == (torch.float32 if is_slow else torch.bfloat16)
     assert fast_dtype(torch.device("mps")) == torch.float32
-
-
-COUNT_PAGE_FAULTS = """
-import resource
-import torch
-from engine.core.device import keep_freed_memory
-keep_freed_memory()
-for _ in range(16):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(2**24)  # 64 MiB: 16,384 pages of 4 KiB
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="another C library")
-def test_freed_memory_is_reused():
-    command = [sys.executable, "-c", COUNT_PAGE_FAULTS]
-    output = subprocess.check_output(command, cwd=ROOT, encoding="utf-8")
-    faults = [int(line) for line in output.split()]
-    assert min(faults[-8:]) == 0, faults
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
-def test_usable_memory_is_that_of_the_machine():
-    with open("/proc/meminfo") as file:
-        kibibytes = int(file.readline().split()[1])
-    assert usable_memory(CPU_DEVICE) / 2**10 == pytest.approx(kibibytes, rel=1e-3)
 
 
 def test_a_deterministic_run_is_the_same_and_leaves_the_state_of_torch(trained, monkeypatch):

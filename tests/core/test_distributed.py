@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,14 +22,12 @@ import torch._dynamo
 import torch.distributed.fsdp  # before ranks are forked
 import torch.nn.functional as F
 from helpers import (
-    ROOT,
     TINY,
     fork,
     logged,
     make_dataset,
     newest_checkpoint,
     numbers_text,
-    rendezvous,
     same_checkpoint,
     same_tensors,
     wait_for,
@@ -52,7 +51,6 @@ from engine.core.settings import load_settings
 from engine.runs.checkpoint import load_model
 from engine.runs.run_files import list_checkpoints
 from engine.training.config import TrainConfig
-from model import GPT
 
 COMMON_FLAGS = "--log-every 1 --eval-tokens 500 --device cpu --dtype float32"
 MODEL_FLAGS = (
@@ -68,8 +66,8 @@ FLAGS_OF_KIND = {  # of runs that are compared on 1 to 4 ranks
     "fsdp-adamw": ["--parallel", "fsdp", *ADAMW_FLAGS],
 }
 MUON_KINDS = ("ddp-muon", "fsdp-muon")
-LORA_KINDS = ("ddp-lora", "fsdp-lora")
 START_TIMEOUT_SECONDS = 60  # of two ranks, on shared cores
+MASKED_RUNS = ["ddp-1", "ddp-2-micro", "fsdp-2", "ddp-3-micro", "fsdp-3"]
 MANY_HEADS = ["--num-heads", 8]  # two rows a matrix: two of four sharded ranks have none
 RunRanks = Callable[[int, list[Run]], None]
 
@@ -140,19 +138,23 @@ def runs(folder, run_ranks) -> Path:
         paths = ["--data", folder / "documents", "--parallel", parallel]
         return new_run(folder / f"{parallel}-documents-{name}", *paths, *flags)
 
-    def resumed(name: str, *flags: object, **options: Any) -> list[Run]:
-        return [kind_run(kind, name, "--auto-resume", *flags, **options) for kind in MUON_KINDS]
-
     def elastic(stop: float) -> list[Run]:
-        return resumed("elastic", *MANY_HEADS, stop=stop, hold=True)
+        flags = ["--auto-resume", *MANY_HEADS]
+        return [kind_run(kind, "elastic", *flags, stop=stop, hold=True) for kind in MUON_KINDS]
 
     def mixture(size: int, stop: float = math.inf) -> Run:
         flags = ["--data", folder / "data", folder / "second", "--mix", 0.7, 0.3, "--auto-resume"]
         return new_run(folder / f"mixed-{size}", *flags, stop=stop)
 
-    single = [kind_run(kind, 1) for kind in ("ddp-muon", "ddp-adamw")]
-    single += [lora_run("ddp-lora", 1), documents_run("ddp", 1)]
-    run_ranks(1, [*single, kind_run("ddp-muon", "heads", *MANY_HEADS), mixture(1)])
+    def masked(size: int) -> list[Run]:
+        """Return the runs of a world size whose steps each count other targets of their batch."""
+        flags = ["--steps", len(masks()), "--clip-norm", 0, "--learning-rate", 0]
+        flags += ["--num-layers", 1, "--eval-tokens", 2 * LENGTH]
+        runs = []
+        for name in (name for name in MASKED_RUNS if f"-{size}" in name):
+            run_flags = ["--parallel", name.split("-")[0], *flags, *micro * name.endswith("-micro")]
+            runs.append(new_run(folder / f"masked-{name}", *run_flags, mask=True))
+        return runs
 
     four = kind_run("fsdp-adamw", 4, "--checkpoint-activations")
     run_ranks(4, [four, *elastic(2)])  # from 4 …
@@ -161,21 +163,26 @@ def runs(folder, run_ranks) -> Path:
     two = [timed, *(kind_run(kind, 2, *micro) for kind in MUON_KINDS)]
     two.append(kind_run("fsdp-muon", "each", *micro, memory=1))
     two.append(documents_run("fsdp", 2, *micro))
-    two += [lora_run(kind, 2, *micro, "--checkpoint-activations") for kind in LORA_KINDS]
+    two.append(lora_run("ddp-lora", 2, *micro, "--checkpoint-activations"))
     two += [lora_run("fsdp-lora", "again", "--auto-resume", stop=n) for n in (5, 9)]
     two += [kind_run(kind, "bfloat16", "--dtype", "bfloat16") for kind in MUON_KINDS]
     apart = {"other_settings": {"out": folder / "unused"}}  # without a shared run folder
     two += [kind_run("fsdp-muon", "apart", "--auto-resume", stop=n, **apart) for n in (5, math.inf)]
-    run_ranks(2, [*two, mixture(2, stop=5), *elastic(4)])  # … to 2 …
+    options = {"watch": True, "summarize": True}
+    two += [kind_run(kind, "watched", "--steps", 3, *micro, **options) for kind in MUON_KINDS]
+    run_ranks(2, [*two, *masked(2), mixture(2, stop=5), *elastic(4)])  # … to 2 …
 
     damaged = shutil.copytree(folder / "fsdp-muon-elastic", folder / "fsdp-muon-damaged")
     (list_checkpoints(damaged)[-1] / "model-00002-of-00002.safetensors").write_bytes(b"")
-    run_ranks(1, elastic(6))  # … to 1 …
+    single = [kind_run(kind, 1) for kind in ("ddp-muon", "ddp-adamw")]
+    single += [lora_run("ddp-lora", 1), documents_run("ddp", 1), mixture(1), *masked(1)]
+    run_ranks(1, [*single, kind_run("ddp-muon", "heads", *MANY_HEADS), *elastic(6)])  # … to 1 …
 
     three = [kind_run(kind, 3, *micro) for kind in MUON_KINDS]
-    three += [*resumed("again", *micro, stop=5), *resumed("again", *micro), *elastic(math.inf)]
+    again = partial(kind_run, "ddp-muon", "again", "--auto-resume", *micro)
+    three += [again(stop=5), again(), *elastic(math.inf)]
     three.append(kind_run("fsdp-muon", "damaged", "--resume", *MANY_HEADS, stop=3))
-    run_ranks(3, [*three, mixture(2)])  # … to 3
+    run_ranks(3, [*three, *masked(3), mixture(2)])  # … to 3
     return folder
 
 
@@ -188,10 +195,9 @@ RUN_PAIRS = [  # a run, the run that it equals, and the tolerance
     ("fsdp-muon-apart", "fsdp-muon-2", 1e-5),
     ("mixed-2", "mixed-1", 1e-5),
     ("fsdp-muon-bfloat16", "ddp-muon-bfloat16", 2e-4),
-    *((run, "ddp-lora-1", 1e-5) for run in ("ddp-lora-2", "fsdp-lora-2", "fsdp-lora-again")),
+    *((run, "ddp-lora-1", 1e-5) for run in ("ddp-lora-2", "fsdp-lora-again")),
     ("fsdp-documents-2", "ddp-documents-1", 1e-5),
     ("ddp-muon-again", "ddp-muon-3", 0),  # resumed on the same world size
-    ("fsdp-muon-again", "fsdp-muon-3", 0),
 ]
 
 
@@ -217,7 +223,7 @@ def test_n_ranks_equal_one_rank_at_every_step(runs, run, reference, tolerance):
         ("fsdp-muon-watched", "A sample:"),
     ],
 )
-def test_only_the_main_process_prints(runs, watched, run, text):
+def test_only_the_main_process_prints(runs, run, text):
     first, second = (record_of(runs / run, rank)["output"] for rank in (0, 1))
     assert first.count(text) == 1 and not second
 
@@ -252,55 +258,19 @@ def test_sharded_ranks_without_a_shared_run_folder_gather_checkpoints(runs):
 # Traffic and memory.
 
 
-@pytest.fixture(scope="module")
-def watched(folder, run_ranks) -> Path:
-    """Three steps of every kind on 2 ranks, the third of which is profiled."""
-    flags = ["--steps", 3, "--micro-batch-size", 2]
-    runs = []
-    for kind, kind_flags in FLAGS_OF_KIND.items():
-        options = {"watch": True, "summarize": kind == "fsdp-muon"}
-        runs.append(new_run(folder / f"{kind}-watched", *kind_flags, *flags, **options))
-    run_ranks(2, runs)
-    return folder
-
-
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_each_of_two_sharded_ranks_holds_half(watched, optimizer):
-    full = record_of(watched / f"ddp-{optimizer}-watched")
-    half = record_of(watched / f"fsdp-{optimizer}-watched")
+def test_each_of_two_sharded_ranks_holds_half(runs):
+    full, half = (record_of(runs / f"{kind}-watched") for kind in MUON_KINDS)
     for name in ("parameters", "gradients", "optimizer"):
         assert half[name] == pytest.approx(full[name] / 2, rel=0.02)
 
 
 # Targets that are ignored.
 
-MASKED_RUNS = ["ddp-1", "ddp-1-micro", "ddp-2", "ddp-2-micro", "fsdp-2", "fsdp-2-micro"]
-MASKED_RUNS += ["ddp-3-micro", "fsdp-3"]
-
-
-@pytest.fixture(scope="module")
-def masked(folder, run_ranks) -> Path:
-    """Runs on 1 to 3 ranks in which each step counts other targets of its batch."""
-    flags = ["--steps", len(masks()), "--clip-norm", 0, "--learning-rate", 0, "--num-layers", 1]
-    flags += ["--eval-tokens", 2 * LENGTH]
-    for size in (1, 2, 3):
-        runs = []
-        for name in (name for name in MASKED_RUNS if f"-{size}" in name):
-            run_flags = ["--parallel", name.split("-")[0], *flags]
-            run_flags += ["--micro-batch-size", 2] * name.endswith("-micro")
-            runs.append(new_run(folder / f"masked-{name}", *run_flags, mask=True))
-        run_ranks(size, runs)
-    return folder
-
-
-def model_of(run: Path) -> GPT:
-    return load_model(newest_checkpoint(run)).train()
-
 
 @pytest.mark.parametrize("name", MASKED_RUNS)
-def test_gradient_is_that_of_the_mean_over_all_counted_targets(masked, name):
-    run = masked / f"masked-{name}"
-    model = model_of(run).double()
+def test_gradient_is_that_of_the_mean_over_all_counted_targets(runs, name):
+    run = runs / f"masked-{name}"
+    model = load_model(newest_checkpoint(run)).train().double()
     train_losses = logged(run, "train_loss")
     for step, mask in enumerate(masks().values(), 1):
         tensors = safetensors.torch.load_file(folder_of(run) / f"{step}.safetensors")
@@ -318,7 +288,7 @@ def test_gradient_is_that_of_the_mean_over_all_counted_targets(masked, name):
         for name, gradient in expected.items():
             assert (tensors[name] - gradient).abs().max() <= 1e-6 * largest, (step, name)
     # Of three ranks one has no window of validation.
-    losses, expected = (logged(path, "val_loss") for path in (run, masked / "masked-ddp-1"))
+    losses, expected = (logged(path, "val_loss") for path in (run, runs / "masked-ddp-1"))
     assert losses == pytest.approx(expected, rel=1e-6) and list(losses) == [len(masks())]
 
 
@@ -420,33 +390,6 @@ def test_two_ranks_share_values_and_errors_and_wait_for_each_other(tmp_path):
 
     log = tmp_path / "log"
     assert run_on_ranks(log, 2, check_rank) == [-signal.SIGKILL, 0], log.read_text()
-
-
-EXIT_AT_ONCE = """
-import os, sys
-import torch
-import torch.distributed as dist
-from engine.core.distributed import init_distributed
-
-children = []
-for rank in "01":
-    os.environ.update(RANK=rank, LOCAL_RANK=rank)
-    if not (child := os.fork()):
-        with init_distributed("cpu") as context:
-            group = dist.group.WORLD  # as PyTorch's own modules may hold it
-            sys.setswitchinterval(1000)  # a thread that waits for the GIL does not request it
-            context.sum(torch.ones(100_000))
-        sys.exit()
-    children.append(child)
-assert not any(os.waitpid(child, 0)[1] for child in children)
-"""
-
-
-def test_process_exits_without_abort():
-    with rendezvous(2) as variables:
-        environment = os.environ | variables | {"GROUP_WORLD_SIZE": "1"}
-        command = [sys.executable, "-c", EXIT_AT_ONCE]
-        subprocess.run(command, cwd=ROOT, timeout=60, env=environment, check=True)
 
 
 def test_a_rank_notices_when_torchrun_is_gone(monkeypatch):

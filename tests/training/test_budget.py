@@ -84,16 +84,16 @@ def test_events_are_spread_evenly_in_a_fraction_of_the_time(event, cost, number)
 
 
 def test_a_run_of_minutes_continues_where_it_was_interrupted(numbers, tmp_path, capsys):
-    flags = ("--minutes", (SHUTDOWN_SECONDS + 9) / 60, "--eval-every", 10**6)
+    flags = ("--minutes", (SHUTDOWN_SECONDS + 6) / 60, "--eval-every", 10**6)
     calls = itertools.count()
     interrupted = train_tiny(numbers, tmp_path, *flags, should_stop=lambda: next(calls) > 30)
     assert 0 < interrupted.budget.progress < 1
     resumed = load_settings(train.TrainConfig, tiny(numbers, tmp_path, *flags, "--resume"))
-    started_at = time.monotonic() - 3  # a slow start
+    started_at = time.monotonic() - 2  # a slow start
     run = train.train(resumed, SINGLE_PROCESS, [MetricsFile()], lambda: False, started_at)
     assert run.step > interrupted.step
     assert run.budget.exhausted
-    assert run.budget.elapsed < SHUTDOWN_SECONDS + 6
+    assert run.budget.elapsed < SHUTDOWN_SECONDS + 4
     progress = list(logged(tmp_path, "progress").values())
     assert progress == sorted(progress)
     assert progress[-1] == 1
