@@ -1,5 +1,6 @@
 """Values of TOML and JSON → typed fields of dataclasses, within their bounds."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -12,7 +13,7 @@ from engine.core.errors import UserError
 
 Value = TypeVar("Value")
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter, ValidationError  # imported where used, for a fast --help
+    from pydantic import TypeAdapter  # imported where used, for a fast --help
 
     # Types of settings are those of a run, in which no value is None.
     Auto = Annotated[Value, "or None"]
@@ -55,15 +56,18 @@ def field_values(config: Any) -> dict[str, Any]:
 
 
 def check_ranges(config: Any) -> None:
-    """Raise UserError for a setting of another type than its annotation, or out of its bounds."""
-    from pydantic import ValidationError
+    """Raise UserError for a setting of another type than its annotation, or out of its bounds.
 
-    values = field_values(config)
-    for name, hint in iterate_hints(type(config)):
-        try:
-            _adapter(hint).validate_python((values[name],))
-        except ValidationError as error:
-            raise _user_error(error, f"--{name.replace('_', '-')}") from None
+    Defaults are not checked: a command that only prints its help need not import pydantic.
+    """
+    hints = get_type_hints(type(config), include_extras=True)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            check_ranges(value)
+        elif value is not field.default:
+            with _named_errors(f"--{field.name.replace('_', '-')}"):
+                _adapter(hints[field.name]).validate_python((value,))
 
 
 def convert(value: Any, hint: Any, name: str) -> Any:
@@ -72,12 +76,8 @@ def convert(value: Any, hint: Any, name: str) -> Any:
     A list becomes a tuple if the field is one, and text a path. Raises UserError, which starts
     with the name of the value, for what does not fit.
     """
-    from pydantic import ValidationError
-
-    try:
+    with _named_errors(name):
         return _adapter(hint).validate_json(json.dumps([value]))[0]
-    except ValidationError as error:
-        raise _user_error(error, name) from None
 
 
 @functools.cache
@@ -89,12 +89,20 @@ def _adapter(hint: Any) -> "TypeAdapter[Any]":
     return TypeAdapter(tuple[hint], config=config)
 
 
-def _user_error(error: "ValidationError", name: str) -> UserError:
-    """Return the first problem with a value of that name, in one line."""
-    problem = error.errors()[0]
+@contextlib.contextmanager
+def _named_errors(name: str) -> Iterator[None]:
+    """Turn the first problem with a value of that name into one line."""
+    from pydantic import ValidationError
+
+    try:
+        yield
+    except ValidationError as error:
+        problem = error.errors()[0]
+    else:
+        return
     name = ".".join([name, *[part for part in problem["loc"] if isinstance(part, str)]])
     if problem["type"] in PROBLEMS:
-        return UserError(f"{name}: {PROBLEMS[problem['type']]}.")
+        raise UserError(f"{name}: {PROBLEMS[problem['type']]}.")
     message = problem["msg"].removeprefix("Value error, ").replace("Input should", "must")
     quoted = f"{problem['input']!r}"[:MAX_QUOTED_CHARACTERS]
-    return UserError(f"{name}: {message} (got {quoted}).")
+    raise UserError(f"{name}: {message} (got {quoted}).")
