@@ -17,8 +17,7 @@ from engine.core.files import acquire_lock, atomic_write, propose_path, read_jso
 from engine.core.settings import read_toml
 from engine.core.values import convert
 from engine.report.overview import LOSS_KEYS, compare, summarize
-from engine.runs.checkpoint import rank_evaluations
-from engine.runs.run_files import check_values, list_checkpoints, read_records
+from engine.runs.run_files import check_values, list_checkpoints, rank_evaluations, read_records
 from engine.training.trainer import Record
 
 WEB_DIR = Path(__file__).with_name("web")

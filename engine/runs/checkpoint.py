@@ -3,9 +3,8 @@
 import contextlib
 import hashlib
 import inspect
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -215,30 +214,6 @@ def _write_manifest(
     save_tokenizer(directory / "tokenizer.json")
     hashes = tensor_hashes | {name: files.sha256(directory / name) for name in COMMON_FILES}
     files.write_json(directory / "manifest.json", {**manifest, "files": hashes})
-
-
-def compare_by(record: dict[str, Any], best_by: str) -> tuple[Any, tuple[float, float]]:
-    """Return what an evaluation counted, and its sort key among those that counted the same.
-
-    A last evaluation on more tokens is compared by its loss on the tokens of those before.
-    """
-    suffix = "_partial" if "val_loss_partial" in record else ""
-    num_tokens = record.get(f"val_tokens{suffix}")
-    loss = record[f"val_loss{suffix}"]
-    if best_by == "score":
-        return (num_tokens, record.get("questions_digest")), (-record.get("val_score", 0.0), loss)
-    return num_tokens, (loss, 0.0)
-
-
-def rank_evaluations(records: Sequence[dict[str, Any] | None], best_by: str) -> list[int]:
-    """Return the indices of evaluations, given the oldest first: the best, then the newest first.
-
-    None, and those that did not count the same as the newest, come last.
-    """
-    pairs = [record and compare_by(record, best_by) for record in records]
-    counted, _ = next(filter(None, reversed(pairs)), (None, None))
-    keys = [pair[1] if pair and pair[0] == counted else (math.inf, math.inf) for pair in pairs]
-    return sorted(reversed(range(len(records))), key=keys.__getitem__)
 
 
 def adapters_file(path: Path) -> Path:

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -20,7 +21,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.generation.sampling import TextOptions
 from engine.generation.text_batch import initial_tokens
 from engine.generation.text_generator import TextGenerator
-from engine.runs.checkpoint import Checkpoint, open_checkpoint, rank_evaluations, read_state
+from engine.runs.checkpoint import Checkpoint, open_checkpoint, read_state
 from model import GPT
 
 CHECKPOINT_NAME = re.compile("step-[0-9]{8,}")  # directories with other names are the user's
@@ -60,6 +61,30 @@ def rank_checkpoints(run: Path, best_by: str = "") -> list[Path]:
             evaluations[path] = read_state(path).evaluation
     paths = list(evaluations)
     return [paths[index] for index in rank_evaluations([*evaluations.values()], best_by)]
+
+
+def compare_by(record: dict[str, Any], best_by: str) -> tuple[Any, tuple[float, float]]:
+    """Return what an evaluation counted, and its sort key among those that counted the same.
+
+    A last evaluation on more tokens is compared by its loss on the tokens of those before.
+    """
+    suffix = "_partial" if "val_loss_partial" in record else ""
+    num_tokens = record.get(f"val_tokens{suffix}")
+    loss = record[f"val_loss{suffix}"]
+    if best_by == "score":
+        return (num_tokens, record.get("questions_digest")), (-record.get("val_score", 0.0), loss)
+    return num_tokens, (loss, 0.0)
+
+
+def rank_evaluations(records: Sequence[dict[str, Any] | None], best_by: str) -> list[int]:
+    """Return the indices of evaluations, given the oldest first: the best, then the newest first.
+
+    None, and those that did not count the same as the newest, come last.
+    """
+    pairs = [record and compare_by(record, best_by) for record in records]
+    counted, _ = next(filter(None, reversed(pairs)), (None, None))
+    keys = [pair[1] if pair and pair[0] == counted else (math.inf, math.inf) for pair in pairs]
+    return sorted(reversed(range(len(records))), key=keys.__getitem__)
 
 
 def find_newest_run(pattern: str = "step-*") -> Path:

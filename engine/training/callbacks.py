@@ -12,8 +12,7 @@ from engine.core.files import atomic_write, to_json
 from engine.core.settings import flatten
 from engine.generation.samples import choose_prompts, stream_samples
 from engine.generation.scores import describe_score
-from engine.runs.checkpoint import compare_by
-from engine.runs.run_files import rank_checkpoints, read_records
+from engine.runs.run_files import compare_by, rank_checkpoints, read_records
 from engine.training.estimate import describe_length
 from engine.training.optimizer import UNUSABLE_GRADIENTS
 from engine.training.trainer import Callback, Trainer

@@ -29,9 +29,8 @@ from engine.runs.checkpoint import (
     build_meta_model,
     check_modification,
     hash_definition,
-    rank_evaluations,
 )
-from engine.runs.run_files import find_base
+from engine.runs.run_files import find_base, rank_evaluations
 from engine.training.budget import Budget
 from engine.training.config import TrainConfig
 from engine.training.estimate import averaging_weight, lora_arguments, micro_batch_sizes

@@ -21,7 +21,7 @@ from torch._dynamo.testing import CompileCounter
 import train
 from engine.core.errors import UserError
 from engine.nn.acceleration import CapturedCalls
-from engine.runs.checkpoint import rank_evaluations
+from engine.runs.run_files import rank_evaluations
 from engine.training.trainer import Callback, Trainer
 
 # Three micro-batches, dropout, two windows of the first block.
