@@ -140,13 +140,13 @@ def test_a_question_of_an_example_is_its_last_answer(facts):
 
 def test_the_score_of_training_is_that_of_a_count_by_hand(facts, tmp_path):
     flags = "--context-length 64 --d-model 32 --learning-rate 0.02 --steps 60 --eval-every 20"
-    flags += " --score exact_match --score-examples 40 --batch-size 16 --save-every 20"
+    flags += " --score exact_match --score-examples 20 --batch-size 16 --save-every 20"
     train_tiny(facts, tmp_path / "run", *flags.split(), "--keep-checkpoints", 9)
     scores = logged(tmp_path / "run", "val_score")
     assert list(scores) == [20, 40, 60] and 0.2 < scores[60] < 1
     data = open_dataset(facts)
     ends = turn_ends(data.tokenizer, True)
-    questions = [*example_questions(data.val, data.tokenizer, ends, 40)]
+    questions = [*example_questions(data.val, data.tokenizer, ends, 20)]
     for step, score in scores.items():
         path = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
         model = sample.load(path, dtype="float32")

@@ -90,7 +90,7 @@ def test_texts_of_requests_that_join_leave_and_fail_in_a_batch_are_those_alone(
 ):
     model = random_model(VARIANTS[name])
     draw = random.Random(name)
-    requests = [draw_request(draw) for _ in range(16)]
+    requests = [draw_request(draw) for _ in range(10)]
     requests += [draw_request(draw, prompt=requests[-1].stream.prompt) for _ in range(3)]
     failing = draw_request(draw, prompt=[1, 2], limit=9, repetition_penalty=math.nan)
     requests += [draw_request(draw, prompt=[1, 2]), failing, draw_request(draw, prompt=[1, 2])]

@@ -113,19 +113,6 @@ def test_a_turn_that_alone_is_too_long_is_refused():
         fit_chat(CHAT, turns, len(ids), 1)
 
 
-def test_a_chat_in_the_template_of_its_model_loses_the_same_turns():
-    source = "{{ 'Hi.' }}{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}<|end|>"
-    source += "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-    tokenizer = CHAT.with_chat_template(source)
-    system = ("system", "be kind")
-    turns = [system, ("user", "one"), ("assistant", "two"), ("user", " 0123456789")]
-    ids = encode_chat(tokenizer, turns)
-    assert tokenizer.decode(ids).endswith("[assistant]two<|end|>[user]0123456789<|end|>[assistant]")
-    assert fit_chat(tokenizer, turns, len(ids) + 9, 9) == (ids, 9)
-    short = encode_chat(tokenizer, [system, turns[-1]])
-    assert fit_chat(tokenizer, turns, len(ids) + 8, 9) == (short, 9)
-
-
 def test_a_second_text_captures_nothing_again(graphs, generator):
     generator = dataclasses.replace(generator)  # without a decoder of other tests
     texts = []
