@@ -1,4 +1,4 @@
-"""Run exports in other programs, and print a table of what each computes.
+"""Run exports in other programs, and print tables of what each computes.
 
     python -m benchmarks.consumers NODE_FOLDER [--tokenizers FOLDER …]
 
@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -142,10 +142,15 @@ def run_node(node: Path, script: str, path: Path, texts: list[str]) -> list[dict
     return json.loads(files[2].read_text())
 
 
+def largest_difference(log_probs: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference among the most likely tokens, in nats."""
+    likely = expected.topk(50).indices
+    return (log_probs - expected)[likely].abs().max().item()
+
+
 def describe_difference(log_probs: torch.Tensor, expected: torch.Tensor) -> str:
     """Return "equal", or the largest difference among the most likely tokens."""
-    likely = expected.topk(50).indices
-    error = (log_probs - expected)[likely].abs().max().item()
+    error = largest_difference(log_probs, expected)
     return "equal" if error < MAX_EQUAL_NATS else f"wrong by {error:.1f} nats"
 
 
@@ -175,10 +180,15 @@ def run_llama_cpp(path: Path, ids: list[int], expected: torch.Tensor, node: Path
     (result,) = run_node(node, LLAMA_CPP, file, [LONG_TEXT])
     if result["ids"] != ids:
         return "other ids"
+    return describe_difference(read_log_probs(result, expected), expected)
+
+
+def read_log_probs(result: dict[str, Any], expected: torch.Tensor) -> torch.Tensor:
+    """Return llama.cpp's log probabilities, and the expected ones for unlikely tokens."""
     log_probs = expected.clone()
     for number, probability in result["probabilities"]:
         log_probs[number] = torch.tensor(probability).log()
-    return describe_difference(log_probs, expected)
+    return log_probs
 
 
 def run_transformers_js(path: Path, ids: list[int], expected: torch.Tensor, node: Path) -> str:
@@ -222,6 +232,23 @@ def compare_models(node: Path, folder: Path) -> None:
             except Exception as error:  # of the other program
                 cells.append(f"fails: {describe_briefly(error)[:60]}")
         print(f"| {' | '.join(cells)} |", flush=True)
+
+
+@torch.no_grad()
+def compare_types(node: Path, folder: Path) -> None:
+    """Print the differences in llama.cpp of a Llama in each type of a GGUF file."""
+    tokenizer = train_tokenizer()
+    model = save_random_run(folder / "run", tokenizer, PLAIN_SETTINGS)
+    ids = torch.tensor([tokenizer.encode(LONG_TEXT).tolist()])
+    expected = model(ids)[0, -1].log_softmax(0)
+    print("\n| type | largest difference, nats |\n| --- | --- |")
+    for dtype in get_args(get_args(get_type_hints(ExportConfig)["gguf"])[0]):
+        with contextlib.redirect_stdout(io.StringIO()):
+            export_model(ExportConfig(folder / "run", folder / dtype, "llama", gguf=dtype))
+        (file,) = (folder / dtype).glob("*.gguf")
+        (result,) = run_node(node, LLAMA_CPP, file, [LONG_TEXT])
+        difference = largest_difference(read_log_probs(result, expected), expected)
+        print(f"| {dtype} | {difference:.2g} |", flush=True)
 
 
 def compare_tokenizers(paths: tuple[Path, ...], node: Path, folder: Path) -> None:
@@ -275,6 +302,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{name} {json.loads(package.read_text())['version']}")
     with tempfile.TemporaryDirectory() as folder:
         compare_models(config.node, Path(folder))
+        compare_types(config.node, Path(folder))
         compare_tokenizers(config.tokenizers, config.node, Path(folder))
 
 
