@@ -299,7 +299,7 @@ def converse(model: TextGenerator, system: str, **options: Unpack[TextOptions]) 
 
 def show_model(config: SampleConfig, path: Path, model: TextGenerator) -> None:
     """Write the page of a model, with the config's prompt and settings, or serve it."""
-    # Imported here because a web server takes half a second to import.
+    # Imported here: a text needs neither the page nor what trains.
     from engine.report.model_page import make_page, open_page, read_prompts, save_page
 
     name = path.resolve().name

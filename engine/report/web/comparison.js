@@ -1,4 +1,4 @@
-/** Several runs: their table, which is better, their texts side by side, and the settings that differ. */
+/** Several runs: their table, which is better, their texts side by side, and the settings that differ; and all runs. */
 
 const COLUMNS = [
   ["bits per byte", (run) => run.best?.val_bits_per_byte, formatLoss],
@@ -45,7 +45,7 @@ function showSamplesBeside(runs) {
   const texts = runs.map(({ samples, best_step }) => new Map(samples
     .filter(({ step }) => step === (best_step ?? step)).map(({ prompt, text }) => [prompt, text])));
   const shared = [...texts[0].keys()].filter((prompt) => texts.every((each) => each.has(prompt)));
-  if (!shared.length) $("samples").append(make("p", {}, "The runs have no prompt in common: report.py --prompt TEXT."));
+  if (!shared.length) $("samples").append(make("p", {}, "The runs have no prompt in common."));
   for (const prompt of shared) {
     const columns = runs.map(({ name }, i) =>
       make("div", {}, make("h3", {}, name), makeSample([make("b", {}, prompt), texts[i].get(prompt)])));
@@ -72,4 +72,24 @@ function showComparison(runs) {
   for (const id of ["first", "attention", "data-used", "machine"]) $(id).hidden = true;
   showSamplesBeside(runs);
   showDifferences(runs);
+}
+
+const makeAddress = (name) => `${name.split("/").map(encodeURIComponent).join("/")}/report.html`;
+const readMarked = () => new URLSearchParams(location.hash.slice(1)).getAll("run");
+
+const makeMark = (run) => run.problem ? ""
+  : make("input", { type: "checkbox", value: run.name, "aria-label": `mark ${run.name}` });
+
+/** The page of all runs: a table to sort. Marked runs are compared, and named by the address. */
+function showList(runs) {
+  document.title = "Runs";
+  $("title").textContent = formatNoun(runs.length, "run");
+  for (const each of document.querySelectorAll("main > section, #first")) each.hidden = each.id !== "list";
+  const box = makeRunTable(runs, 0, (run) => [makeMark(run), make("a", { href: makeAddress(run.name) }, run.name)]);
+  $("list").append(box);
+  on("compare", "click", () => {
+    const marked = [...box.querySelectorAll("tbody input:checked")].map(({ value }) => ["run", value]);
+    if (marked.length > 1) location.hash = new URLSearchParams(marked);
+    else $("compare-status").textContent = "Mark two runs or more.";
+  });
 }
