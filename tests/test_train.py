@@ -610,6 +610,20 @@ def test_a_preset_has_its_documented_size_and_says_how_to_prepare_its_data():
     assert not sizes
 
 
+def test_a_size_that_is_set_leaves_a_line_and_another_definition_a_warning(
+    numbers, tmp_path, monkeypatch, capsys
+):
+    paths = ["--data", str(numbers), "--out", str(tmp_path), "--device", "cpu"]
+    flags = "--num-layers 1 --context-length 16 --attention loop --steps 1 --eval-tokens 100"
+    assert train.main([*paths, *flags.split()]) == 0
+    assert "are set: num_heads 2, d_model 128, batch_size 16\n" in capsys.readouterr().out
+    load_model(newest_checkpoint(tmp_path))
+    assert not capsys.readouterr().err
+    monkeypatch.setattr("engine.runs.checkpoint.hash_definition", lambda: "another")
+    load_model(newest_checkpoint(tmp_path))
+    assert "definition" in capsys.readouterr().err
+
+
 # As a library.
 
 
