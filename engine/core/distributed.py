@@ -47,6 +47,11 @@ class DistributedContext:
         return self.rank == 0
 
     @property
+    def is_alone(self) -> bool:
+        """Whether one process computes with a full model of its own."""
+        return self.size == 1 and not self.sharded
+
+    @property
     def num_models(self) -> int:
         """The number of models with which the ranks compute: sharded ranks have one together."""
         return 1 if self.sharded else self.size

@@ -152,11 +152,10 @@ class TrainConfig:
 
     def captures_steps(self, dist_ctx: DistributedContext) -> bool:
         """Return whether training steps are replayed as CUDA graphs."""
-        is_alone = dist_ctx.size == 1 and not dist_ctx.sharded
         # Recomputed dropout restores the state of a generator, which a capture may forbid.
         restores_generator = self.checkpoint_activations and self.model.dropout > 0
-        can_capture = can_capture_graphs(dist_ctx.device) and is_alone and not restores_generator
-        return self.capture and can_capture
+        can_capture = can_capture_graphs(dist_ctx.device) and not restores_generator
+        return self.capture and can_capture and dist_ctx.is_alone
 
     def evaluation_tokens(self, split_tokens: int, is_last: bool) -> int:
         """Return the tokens of a validation split for the last evaluation, or an earlier one."""

@@ -95,7 +95,7 @@ class Trainer:
         self.passes = Passes(self.model, config, dist_ctx, data)
         self.passes.acceleration.make_room = self.make_room
         pool = self.passes.acceleration.pool
-        if run_dir and dist_ctx.size == 1 and not dist_ctx.sharded:
+        if run_dir and dist_ctx.is_alone:
             self.passes.num_checked_passes = NUM_CHECKED_PASSES
             if pool and (problem := describe_update_difference(config, dist_ctx, data)):
                 pool.fail(problem)
