@@ -28,7 +28,7 @@ accumulated = whole batch | test_train.py -k accumulated
 the loss is divided by the counted targets | core/test_distributed.py -k counted
     train.py | (targets != IGNORE_INDEX).sum()).clamp | (targets != 10**6).sum()).clamp
 an epoch visits each window once | data/test_batches.py
-    engine/data/order.py | permute(sequence_index % np.uint64(size) | permute(sequence_index // size
+    engine/data/order.py | sequence_index % np.uint64(size), | sequence_index % (size // 2 + 1),
 examples are split by their prompts | data/test_documents.py -k prompt
     engine/data/documents/corpus.py | document.prompt.encode(), d | document.text.encode(), d
 threads write the same stream | data/test_writer.py -k stream
