@@ -58,12 +58,7 @@ def read_run(folder: Path, max_lines: int | None = None) -> Record:
             state |= {"state": "stopped", "step": last_step}
     training = [record for record in records if "train_loss" in record]
     evaluations = [record for record in records if {*LOSS_KEYS} <= record.keys()]
-    # The checkpoints of these steps, and of later ones that are not yet written, may be used.
-    steps = [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder)] or [0]
-    kept = [each for each in evaluations if each["step"] in steps or each["step"] > steps[-1]]
-    finite = [record for record in kept if None not in record.values()]
-    order = rank_evaluations(finite, settings.get("best_by", "loss"))
-    best = finite[order[0]] if order else None
+    best = find_best(folder, evaluations, settings.get("best_by", "loss"))
     last = evaluations[-1] if evaluations else {}
     val_names = [name for name in last if name.split("/")[0] in VALIDATION_CURVES]
     best_step = best["step"] if best else None
@@ -86,6 +81,16 @@ def read_run(folder: Path, max_lines: int | None = None) -> Record:
         "memorization": None,
         "notes": [],
     }
+
+
+def find_best(folder: Path, evaluations: Sequence[Record], best_by: str) -> Record | None:
+    """Return the evaluation of the checkpoint that is used; None without one."""
+    # The checkpoints of these steps, and of later ones that are not yet written, may be used.
+    steps = [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder)] or [0]
+    kept = [each for each in evaluations if each["step"] in steps or each["step"] > steps[-1]]
+    finite = [record for record in kept if None not in record.values()]
+    order = rank_evaluations(finite, best_by)
+    return finite[order[0]] if order else None
 
 
 def list_runs(folder: Path) -> list[Record]:
