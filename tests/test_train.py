@@ -399,7 +399,7 @@ def test_examples_for_a_base_lead_to_fine_tuning_and_then_to_a_question(
     assert script == "train.py" and "--init-from" in arguments
     arguments[arguments.index("--out") + 1] = str(tmp_path / "run")
     assert train.main([*arguments, "--steps", "1", "--device", "cpu"]) == 0
-    command = capsys.readouterr().out.splitlines()[-1].partition(": python ")[2]
+    command = capsys.readouterr().out.rpartition(": python ")[2].rstrip()
     words = subprocess.check_output(["bash", "-c", rf"printf '%s\0' {command}"]).decode()
     script, out, *flags = words.split("\0")[:-1]
     assert (script, out) == ("sample.py", str(tmp_path / "run"))
