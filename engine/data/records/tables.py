@@ -24,6 +24,7 @@ from engine.data.sources.source import Source, wrap_errors
 # After a mistake in an array or in quotes, it is unknown where the next record begins.
 BROKEN_ADVICE = "Repair it, or get it again: --skip-bad-rows needs one record a line."
 JSON_START_PATTERN = re.compile(rb"(\xef\xbb\xbf)?\s*(\[|\{\s*[\r\n])")  # of no JSON lines
+JSON_GAP_PATTERN = re.compile(r"[\s,\ufeff]*")  # between values
 TURN_KEYS = {"role", "from", "content", "value"}  # of an object in a list of messages
 MAX_CSV_VALUE_CHARACTERS = 2**27
 BUFFER_BYTES = 2**20  # of a Parquet file, read at a time
@@ -49,14 +50,25 @@ def _check_lines(lines: Iterator[str | UserError], name: str) -> Iterator[str]:
         yield line
 
 
+def make_object(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of JSON with these names and values. Raises ValueError for equal names."""
+    values = dict(items)
+    if len(values) < len(items):
+        raise ValueError(f"two fields of one name in {[name for name, _ in items]}")
+    return values
+
+
+JSON_DECODER = json.JSONDecoder(object_pairs_hook=make_object)
+
+
 def read_json(source: Source, reader: Reader, notes: Notes) -> Iterator[Record]:
-    """Yield the objects of JSON lines, of an array, or of one object over several lines."""
+    """Yield the objects of JSON lines, of an array, or of a sequence over several lines."""
     list_field = reader.examples.list_field if reader.examples else ""
     with open_text(source, reader, notes) as file:
         lines = _read_lines(file, reader, notes)
         values: Iterator[tuple[str, Any]] = _parse_lines(lines)
         if JSON_START_PATTERN.match(file.peek()):
-            values = _parse_file("".join(_check_lines(lines, source.name)), source, list_field)
+            values = _parse_values("".join(_check_lines(lines, source.name)), source, list_field)
         for location, parsed in values:
             value = {list_field: parsed} if list_field and isinstance(parsed, list) else parsed
             yield Record(f"{source.name}, {location}", clean_record(value, reader, notes))
@@ -70,27 +82,31 @@ def _parse_lines(lines: Iterator[str | UserError]) -> Iterator[tuple[str, Any]]:
             if not line.strip():
                 continue
             try:
-                value = json.loads(line)
+                value = JSON_DECODER.decode(line)
             except (ValueError, RecursionError) as error:
                 reason = str(error).replace("line 1 column", "column")
                 value = UserError(f"is not JSON ({reason}).")
         yield f"line {number}", value
 
 
-def _parse_file(text: str, source: Source, list_field: str) -> Iterator[tuple[str, Any]]:
-    """Yield the location and each record of a JSON object, or of an array of records.
+def _parse_values(text: str, source: Source, list_field: str) -> Iterator[tuple[str, Any]]:
+    """Yield the location and each record of JSON values, which may be arrays of records.
 
     A list of messages is a record. Raises UserError for invalid JSON.
     """
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{source.name}: is not JSON ({error}). {BROKEN_ADVICE}") from None
-    first = value[0] if value and isinstance(value, list) else None
-    is_chat = list_field and isinstance(first, dict) and not TURN_KEYS.isdisjoint(first)
-    records = value if isinstance(value, list) and not is_chat else [value]
-    for number, record in enumerate(records, 1):
-        yield f"record {number}", record
+    position = JSON_GAP_PATTERN.match(text).end()  # type: ignore
+    number = 0
+    while position < len(text):
+        try:
+            value, position = JSON_DECODER.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{source.name}: is not JSON ({error}). {BROKEN_ADVICE}") from None
+        first = value[0] if value and isinstance(value, list) else None
+        is_chat = list_field and isinstance(first, dict) and not TURN_KEYS.isdisjoint(first)
+        for record in value if isinstance(value, list) and not is_chat else [value]:
+            number += 1
+            yield f"record {number}", record
+        position = JSON_GAP_PATTERN.match(text, position).end()  # type: ignore
 
 
 def read_csv(source: Source, reader: Reader, notes: Notes) -> Iterator[Record]:
