@@ -317,8 +317,7 @@ def test_texts_and_keys_of_tools_never_become_special_tokens(name: str, words: T
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
 ONLY_TEXT = with_body(CHATML, tagged=False).replace("message.tool_calls", "[]")
 NO_TOOLS = ONLY_TEXT.replace(
-    "{%- for message in messages %}",
-    "{%- for message in messages if message.role not in ('tool', 'system') %}",
+    "{%- for message in messages %}", "{%- for message in messages if message.role != 'tool' %}"
 )
 
 
@@ -326,9 +325,9 @@ NO_TOOLS = ONLY_TEXT.replace(
     ("template", "messages", "words_of_line"),
     [
         (CHATML, [QUESTION, BYTES_CALL], "not JSON serializable"),
-        (ONLY_TEXT, [QUESTION, CALL | {"content": "I call f."}], "leaves out 'tool_calls'"),
-        (NO_TOOLS, [QUESTION, {"role": "tool", "content": "2"}, ANSWER], "'content' of 'tool'"),
-        (NO_TOOLS, [QUESTION, ANSWER, {"role": "system", "content": "a"}], "'content' of 'system'"),
+        (ONLY_TEXT, [QUESTION, CALL | {"content": "I call f."}], "leaves out 'f'"),
+        (NO_TOOLS, [QUESTION, {"role": "tool", "content": "2"}, ANSWER], "leaves out '2'"),
+        (with_body(LLAMA3, False), [QUESTION, CALL | {"content": "I call f."}], "out 'I call f"),
         (with_body(MISTRAL, False), [QUESTION, QUESTION, ANSWER], "must alternate"),
         (NO_SYSTEM + CHATML, [{"role": "system", "content": "a"}, QUESTION, ANSWER], "no"),
     ],

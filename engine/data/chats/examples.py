@@ -1,6 +1,7 @@
 """Records → examples: the turns of a chat, or a prompt and its completion."""
 
-import contextlib
+import operator
+import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +12,8 @@ from engine.data.chats.chat_template import (
     PLACEHOLDER_TEXT,
     TOOLS_ROLE,
     ChatTemplate,
+    find_answer,
+    map_texts,
     parse_value,
     reads_name,
 )
@@ -30,12 +33,7 @@ TEXT_KEYS = ("content", "value", "parts")  # in the formats of OpenAI, ShareGPT 
 MESSAGE_KEYS = {"role", "from", "tool_calls", "function_call", *TEXT_KEYS, *WEIGHT_KEYS}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # of an answer
 TOOL_KEYS = ("name", "tool_call_id")  # also of a message with the result of a tool
-# Role, key of its messages, and what takes its place to see whether a template reads it.
-RENDERED_KINDS = (
-    *((role, "content", PLACEHOLDER_TEXT) for role in ("system", "user", "assistant", "tool")),
-    ("assistant", "tool_calls", None),
-    (TOOLS_ROLE, TOOLS_FIELD, None),
-)
+CLOSING_TAG = re.compile(r"</\w+>")  # such as </think>, at which templates cut answers
 TEXT_TYPES = ("text", "input_text", "output_text")  # of the parts of a message's content
 # Role in a record → role in a chat template.
 TEMPLATE_ROLES = {
@@ -140,18 +138,36 @@ def parse_messages(
 
 
 def check_rendered(template: ChatTemplate, turns: Sequence[Turn]) -> None:
-    """Raise UserError if a template refuses a chat, or leaves out what it has of one kind."""
+    """Raise UserError if a template refuses a chat, or leaves out a text that is no reasoning.
+
+    Reasoning has a key of its own, or precedes markup as ``</think>``.
+    """
     messages = to_messages(turns)
+    texts: dict[str, str] = {}  # by placeholder
+
+    def placeholder(text: str) -> str:
+        name = f"{PLACEHOLDER_TEXT}{len(texts)}{PLACEHOLDER_TEXT}" if text.strip() else text
+        texts[name] = text
+        return name
+
+    for message in messages:
+        content = message["content"]
+        matches = [*CLOSING_TAG.finditer(content)] if message["role"] == "assistant" else []
+        start = matches[-1].end() if matches else 0
+        message["content"] = content[:start] + placeholder(content[start:])
+        if calls := message.get("tool_calls"):
+            functions = [{"function": map_texts(call["function"], placeholder)} for call in calls]
+            message["tool_calls"] = [*map(operator.or_, calls, functions)]
     rendered = template.render(messages)
-    for role, key, replacement in RENDERED_KINDS:
-        readable = [each for each in messages if each["role"] == role and each.get(key)]
-        changed = [{**each, key: replacement} if each in readable else each for each in messages]
-        is_left_out = False
-        with contextlib.suppress(UserError):  # the replacement is refused, thus it is read
-            is_left_out = bool(readable) and template.render(changed) == rendered
-        if is_left_out:
+    if messages[0]["role"] == TOOLS_ROLE and rendered == template.render(messages[1:]):
+        raise UserError("the model's chat template leaves out the tools. Remove them.")
+    if any(name.strip() not in rendered for name in texts):  # it may be written until turns follow
+        answers = [index for index, turn in enumerate(turns) if is_learned(turn)]
+        rendered += "".join("".join(find_answer(template, messages, index)) for index in answers)
+    for name, text in texts.items():
+        if name.strip() not in rendered:
             fix = "Remove it, or choose another tokenizer."
-            raise UserError(f"the model's chat template leaves out {key!r} of {role!r}. {fix}")
+            raise UserError(f"the model's chat template leaves out {text[:60]!r}. {fix}")
 
 
 def role_of(message: Any) -> str | None:
