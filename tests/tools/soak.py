@@ -30,7 +30,7 @@ from engine.runs.run_files import list_checkpoints
 
 SIX_STEPS = "--steps 6 --save-every 2 --eval-every 1000000 --dropout 0.1 --auto-resume"
 # Audit events, and which argument is the directory's descriptor.
-FILE_EVENTS = {"os.rename": 2, "os.remove": 1, "os.mkdir": 2, "os.rmdir": 1, "os.truncate": None}
+FILE_EVENTS = {"os.rename": 2, "os.remove": 1, "os.mkdir": 2, "os.rmdir": 1, "os.chmod": 2}
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
