@@ -50,7 +50,7 @@ from engine.training.optimizer import Optimizer, OptimizerConfig, default_rates
 from model import GPT, ModelConfig
 
 SMALL_CONFIG = ModelConfig(
-    vocab_size=65, context_length=256, num_layers=6, num_heads=6, d_model=384
+    vocab_size=65, context_length=256, num_layers=6, num_heads=6, d_model=384, dropout=0.0
 )
 GPT2_SETTINGS: dict[str, Any] = {
     **{"position": "learned", "norm": "layernorm", "activation": "gelu", "qk_norm": False},

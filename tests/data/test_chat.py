@@ -210,9 +210,6 @@ def test_targets_are_rendered_in_brackets():
         "<|user|>Ok<|end|><|assistant|>⟦<|end|>⟧",
     ]
     assert rendered == "".join(answers)
-    turns = [("prompt", "\x1b[2Ja\nb"), ("completion", "c")]
-    rendered = render_with_targets(BYTES, encode_examples(BYTES, turns)[0])
-    assert rendered == "?[2Ja\nb⟦c<|endoftext|>⟧"
 
 
 @pytest.mark.parametrize(

@@ -470,6 +470,6 @@ def test_an_unknown_hugging_face_dataset_is_one_line(monkeypatch):
 
 def test_a_bug_while_reading_is_not_called_an_unreadable_file(tmp_path: Path, monkeypatch):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
-    monkeypatch.setattr("engine.data.records.tables.json", None)
+    monkeypatch.setattr("engine.data.records.tables.JSON_DECODER", None)
     with pytest.raises(AttributeError):
         texts_of(tmp_path / "a.jsonl")
