@@ -22,7 +22,7 @@ a text alone = together | generation/test_text_batch.py -k alone
 resumed = uninterrupted | test_train.py -k bit_for_bit
     engine/training/trainer.py | self.optimizer.load_state( | list(
 N ranks = 1 | core/test_distributed.py -k n_ranks
-    engine/core/distributed.py | dist.all_reduce(total) | pass
+    engine/core/distributed.py | dist.all_reduce(total) | dist.all_reduce(total, dist.ReduceOp.MAX)
 accumulated = whole batch | test_train.py -k accumulated
     train.py | gradients(*pair, scale, | gradients(*pair, scale / len(micro_batches),
 the loss is divided by the counted targets | core/test_distributed.py -k counted
