@@ -67,7 +67,7 @@ from engine.generation.text_stream import TextStream
 from engine.nn.inference import build_decoder
 from engine.report.callback import processor_name
 from engine.serving.worker import BatchWorker, ClientRequest
-from engine.training.estimate import estimate_memory, fits_memory
+from engine.training.estimate import MAX_MEMORY_FRACTION, estimate_memory, memory_fraction
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
 
@@ -276,7 +276,9 @@ class GPUBench:
         config, _ = resolve_run(self.device, self.data, *flags)
         limit = 4 if self.config.tiny else MAX_MICRO_BATCH_ROWS
         rows = 1
-        while rows < limit and fits_memory(config, rows + 1, dist_ctx):
+        while rows < limit:
+            if memory_fraction(config, rows + 1, dist_ctx) > MAX_MEMORY_FRACTION:
+                break
             rows += 1
         flags += ("--batch-size", str(2 * rows), "--micro-batch-size", str(rows))
         trainer = BenchTrainer(self.device, self.data, *flags)

@@ -123,12 +123,6 @@ def activation_bytes(config: TrainConfig, rows: int, dist_ctx: DistributedContex
     return model.num_layers * block_bytes + logits_bytes
 
 
-def memory_limit(dist_ctx: DistributedContext) -> float:
-    """Return the bytes that a rank has: ranks on CPUs are of one machine."""
-    num_ranks = dist_ctx.size if dist_ctx.device.type == "cpu" else 1
-    return usable_memory(dist_ctx.device) / num_ranks
-
-
 def estimate_memory(
     config: TrainConfig, rows: int, dist_ctx: DistributedContext
 ) -> dict[str, float]:
@@ -169,36 +163,37 @@ def micro_batch_sizes(batch_rows: int, max_rows: int) -> list[int]:
     return [n for n in range(max_rows, 0, -1) if batch_rows % n == 0]
 
 
+def memory_fraction(config: TrainConfig, rows: int, dist_ctx: DistributedContext) -> float:
+    """Return the memory for micro-batches of ``rows`` sequences, as a fraction of what a rank has.
+
+    It is that of the rank with the least; ranks on CPUs share the memory of one machine.
+    """
+    needed = sum(estimate_memory(config, rows, dist_ctx).values())
+    num_ranks = dist_ctx.size if dist_ctx.device.type == "cpu" else 1
+    return max(dist_ctx.gather_json(num_ranks * needed / usable_memory(dist_ctx.device)))
+
+
 def fit_micro_batches(
     config: TrainConfig, dist_ctx: DistributedContext, length: int
 ) -> TrainConfig:
     """Return the config, with micro-batches if none are set and the batch does not fit in memory.
 
     They are the largest that fit, or one sequence. ``length`` is that of the longest sequence.
+    Raises UserError if even one needs over 10% more than there is, with a base model.
     """
     batch_rows = config.batch_size // dist_ctx.size
     if config.micro_batch_size or not batch_rows:  # fewer sequences than ranks are refused later
         return config
     longest = config.with_rows(length)
-    sizes = micro_batch_sizes(batch_rows, batch_rows)
-    rows = next((rows for rows in sizes if fits_memory(longest, rows, dist_ctx)), 1)
-    return replace(config, micro_batch_size=0 if rows == batch_rows else rows)
-
-
-def fits_memory(config: TrainConfig, rows: int, dist_ctx: DistributedContext) -> bool:
-    """Return whether micro-batches of ``rows`` sequences fit in every rank's memory."""
-    needed = sum(estimate_memory(config, rows, dist_ctx).values())
-    return not dist_ctx.any(needed > MAX_MEMORY_FRACTION * memory_limit(dist_ctx))
-
-
-def check_memory(config: TrainConfig, dist_ctx: DistributedContext, length: int) -> None:
-    """Raise UserError if one sequence needs over 10% more than there is."""
-    needed = sum(estimate_memory(config.with_rows(length), 1, dist_ctx).values())
-    limit = memory_limit(dist_ctx)
-    if dist_ctx.any(needed > MAX_MEMORY_EXCESS * limit):
-        size = f"{needed / 2**30:,.1f} GiB ± {MEMORY_ERROR:.0%} (got {limit / 2**30:,.1f})"
+    for rows in micro_batch_sizes(batch_rows, batch_rows):
+        fraction = memory_fraction(longest, rows, dist_ctx)
+        if fraction <= MAX_MEMORY_FRACTION:
+            break
+    if config.init_from and fraction > MAX_MEMORY_EXCESS:
+        problem = f"fine-tuning needs {fraction:.0%} ± {MEMORY_ERROR:.0%} of the memory"
         advice = "Use a smaller model, --lora-rank or --checkpoint-activations"
-        raise UserError(f"--init-from: fine-tuning needs {size}. {advice}.")
+        raise UserError(f"--init-from: {problem}. {advice}.")
+    return replace(config, micro_batch_size=0 if rows == batch_rows else rows)
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -25,7 +25,7 @@ from engine.generation.text_batch import initial_tokens
 from engine.generation.text_generator import TextGenerator
 from engine.runs.checkpoint import Checkpoint, RunState
 from engine.training.config import CHANGEABLE_SETTINGS, TrainConfig, make_run_config, set_values
-from engine.training.estimate import check_memory, fit_micro_batches, fits_memory
+from engine.training.estimate import MAX_MEMORY_FRACTION, fit_micro_batches, memory_fraction
 from engine.training.sizing import SizeSearch
 from model import GPT, ModelConfig
 
@@ -63,13 +63,17 @@ def resolve(
     dist_ctx.assert_equal_across_ranks(settings, ignore=SETTINGS_IGNORED_ON_RESUME | {"device"})
     base_state = dist_ctx.broadcast(asdict(base.state) if base else None)
     base_state = convert(base_state, RunState | None, "state")
+    config = fit_model(config, data, base_state)
+    masks = config.document_mask and not checkpoint  # of a resumed run, it is refused by its name
+    has_documents = not data.longest_example and data.document_start is not None
     rules = [
         ("--lora-rank", config.lora_rank, config.init_from, "--init-from DIRECTORY"),
         ("--score-file", config.score_file, config.score, "--score"),
         ("--best-by score", config.best_by == "score", config.score, "--score"),
+        ("--document-mask", masks, has_documents, "text with a document token"),
+        ("--document-mask", masks, config.model.attention != "loop", "--attention fused"),
     ]
     check_flags(rules)
-    config = fit_model(config, data, base_state)
     config = choose_frozen_weights(config, data, dist_ctx, base)
     config, data = fit_context(config, data, dist_ctx, base_state)
     sizes = SizeSearch(config, data, dist_ctx).choose(started_at, measure)
@@ -79,12 +83,8 @@ def resolve(
     if config.micro_batch_size is None:
         row_length = data.row_length(run_config.context_length)
         run_config = fit_micro_batches(run_config, dist_ctx, row_length)
-        if base_state:
-            check_memory(run_config, dist_ctx, row_length)
     if config.depth not in (None, run_config.model.num_layers):
         raise UserError(f"--depth: other sizes are set (got {config.depth}). Leave it out.")
-    if not checkpoint:
-        check_text_settings(run_config, data)
     batches.check_sizes(run_config.batch_size, dist_ctx.size, run_config.micro_batch_size)
     data.check_length(run_config.context_length)
     dist_ctx.assert_equal_across_ranks({"dtype": run_config.dtype})  # each machine chooses it
@@ -103,17 +103,6 @@ def print_default_sizes(typed: TrainConfig, config: TrainConfig) -> None:
     sizes = [f"{name} {values[name]}" for name in SIZES if name not in typed_values]
     if sizes:
         say(f"sizes that are not chosen, as others are set: {', '.join(sizes)}")
-
-
-def check_text_settings(config: TrainConfig, data: Dataset) -> None:
-    """Raise UserError for a setting of examples, or of documents, that the data does not have."""
-    masks = config.document_mask
-    has_documents = not data.longest_example and data.document_start is not None
-    rules = [
-        ("--document-mask", masks, has_documents, "text with a document token"),
-        ("--document-mask", masks, config.model.attention != "loop", "--attention fused"),
-    ]
-    check_flags(rules)
 
 
 def fit_model(config: TrainConfig, data: Dataset, base: RunState | None) -> TrainConfig:
@@ -171,8 +160,8 @@ def fit_context(
         context_length = max(1, int(min(max_context, choose_context_length(data, base))))
         run_config = make_run_config(config, {}, dist_ctx)
         while base and context_length > 1:  # until a row fits in memory
-            row_length = data.row_length(context_length)
-            if fits_memory(run_config.with_rows(row_length), 1, dist_ctx):
+            rows_config = run_config.with_rows(data.row_length(context_length))
+            if memory_fraction(rows_config, 1, dist_ctx) <= MAX_MEMORY_FRACTION:
                 break
             context_length //= 2
         config = build(TrainConfig, {**set_values(config), "context_length": context_length})

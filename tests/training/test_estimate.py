@@ -1,6 +1,7 @@
 """Estimates against arithmetic by hand, and against what PyTorch counts and allocates."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ from engine.training.config import TrainConfig, make_run_config
 from engine.training.estimate import (
     MEMORY_ERROR,
     cached_meta_model,
-    check_memory,
     estimate_memory,
     fit_micro_batches,
     flops_per_token,
@@ -163,6 +163,7 @@ def test_a_run_that_needs_over_10_percent_more_memory_is_refused(monkeypatch):
     config = run_config(model=SMALL)
     needed = sum(estimate_memory(config, 1, SINGLE_PROCESS).values())
     monkeypatch.setattr(estimate, "usable_memory", lambda _: needed / 1.09)
-    check_memory(config, SINGLE_PROCESS, 128)
+    config = dataclasses.replace(config, init_from=Path("base"))
+    assert fit_micro_batches(config, SINGLE_PROCESS, 128).micro_batch_size == 1
     with pytest.raises(UserError, match="--init-from"):
-        check_memory(config, SINGLE_PROCESS, 2**14)
+        fit_micro_batches(config, SINGLE_PROCESS, 2**14)
