@@ -168,8 +168,7 @@ class TrainConfig:
         return self.micro_batch_size or self.batch_size // dist_ctx.size
 
 
-DEFAULTS: dict[str, Any] = {"batch_size": 16, "micro_batch_size": 0}
-DEFAULTS |= {"frozen_dtype": "float32", "train_tokens": False}
+DEFAULTS: dict[str, Any] = {"batch_size": 16, "frozen_dtype": "float32", "train_tokens": False}
 # What a command asks for once: a run has none of it.
 COMMAND_DEFAULTS: dict[str, Any] = {"text": "", "glob": (), "depth": None, "plan": False}
 COMMAND_DEFAULTS |= {"resume": False, "auto_resume": False}
@@ -253,7 +252,8 @@ def make_run_config(
 ) -> TrainConfig:
     """Return the config of a run, with a value for each None; what is typed wins over sizes.
 
-    The length of a run may be steps or minutes alone, and its intervals None in minutes.
+    The length of a run may be steps or minutes alone, and its intervals None in minutes. The memory
+    chooses its micro-batches: see fit_micro_batches().
     """
     values = {**DEFAULT_SIZES, **DEFAULTS, **sizes, **set_values(config), **COMMAND_DEFAULTS}
     is_window_fixed = bool(config.init_from) or values["vocab_size"] <= MAX_CHARACTER_VOCAB_SIZE

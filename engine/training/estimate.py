@@ -182,7 +182,7 @@ def fit_micro_batches(
     Raises UserError if even one needs over 10% more than there is, with a base model.
     """
     batch_rows = config.batch_size // dist_ctx.size
-    if config.micro_batch_size or not batch_rows:  # fewer sequences than ranks are refused later
+    if config.micro_batch_size is not None or not batch_rows:  # too few sequences: refused later
         return config
     longest = config.with_rows(length)
     for rows in micro_batch_sizes(batch_rows, batch_rows):

@@ -53,6 +53,7 @@ def resolve(
     ``measure`` returns the seconds of a step. Raises UserError for settings that conflict with
     each other, the data, or a checkpoint.
     """
+    # What is typed, then what the resumed run recorded or the base model has.
     if checkpoint:
         recorded = set_values(recorded_config(checkpoint.state))
         typed = set_values(config)
@@ -64,25 +65,17 @@ def resolve(
     base_state = dist_ctx.broadcast(asdict(base.state) if base else None)
     base_state = convert(base_state, RunState | None, "state")
     config = fit_model(config, data, base_state)
-    masks = config.document_mask and not checkpoint  # of a resumed run, it is refused by its name
-    has_documents = not data.longest_example and data.document_start is not None
-    rules = [
-        ("--lora-rank", config.lora_rank, config.init_from, "--init-from DIRECTORY"),
-        ("--score-file", config.score_file, config.score, "--score"),
-        ("--best-by score", config.best_by == "score", config.score, "--score"),
-        ("--document-mask", masks, has_documents, "text with a document token"),
-        ("--document-mask", masks, config.model.attention != "loop", "--attention fused"),
-    ]
-    check_flags(rules)
+    check_needs(config, data, is_resumed=bool(checkpoint))
     config = choose_frozen_weights(config, data, dist_ctx, base)
     config, data = fit_context(config, data, dist_ctx, base_state)
+
+    # Then a size that is chosen, and defaults.
     sizes = SizeSearch(config, data, dist_ctx).choose(started_at, measure)
     run_config = make_run_config(config, sizes, dist_ctx)
     if not sizes and not checkpoint:
         dist_ctx.run_on_main(print_default_sizes, config, run_config)
-    if config.micro_batch_size is None:
-        row_length = data.row_length(run_config.context_length)
-        run_config = fit_micro_batches(run_config, dist_ctx, row_length)
+    row_length = data.row_length(run_config.context_length)
+    run_config = fit_micro_batches(run_config, dist_ctx, row_length)
     if config.depth not in (None, run_config.model.num_layers):
         raise UserError(f"--depth: other sizes are set (got {config.depth}). Leave it out.")
     batches.check_sizes(run_config.batch_size, dist_ctx.size, run_config.micro_batch_size)
@@ -94,6 +87,20 @@ def resolve(
         is_longer = context_length > run_config.context_length
         run_config = replace(run_config, model_context=context_length if is_longer else 0)
     return run_config, data
+
+
+def check_needs(config: TrainConfig, data: Dataset, is_resumed: bool) -> None:
+    """Raise UserError for a setting that lacks another one, or the data that it is for."""
+    masks = config.document_mask and not is_resumed  # a resume refuses the change by its name
+    has_documents = not data.longest_example and data.document_start is not None
+    rules = [
+        ("--lora-rank", config.lora_rank, config.init_from, "--init-from DIRECTORY"),
+        ("--score-file", config.score_file, config.score, "--score"),
+        ("--best-by score", config.best_by == "score", config.score, "--score"),
+        ("--document-mask", masks, has_documents, "text with a document token"),
+        ("--document-mask", masks, config.model.attention != "loop", "--attention fused"),
+    ]
+    check_flags(rules)
 
 
 def print_default_sizes(typed: TrainConfig, config: TrainConfig) -> None:
