@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from engine.core.cli import run_command
 from engine.core.settings import build, parse
-from engine.data.chats.chat import encode_examples
 from engine.data.dataset import open_dataset
+from engine.data.ids import encode_examples
 from engine.data.shards.dataset_summary import render_with_targets
 from engine.data.split import Tokens, is_target
 from engine.data.tokenizer import ByteTokenizer, load_tokenizer

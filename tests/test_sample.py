@@ -23,7 +23,7 @@ from helpers import ROOT, exit_code_of, read_lines, save_run, write_lines
 
 import sample
 from engine.core.errors import UserError
-from engine.data.chats.chat import encode_examples
+from engine.data.ids import encode_examples
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer, from_document
 from engine.data.tokenizer_json import SPECIAL_TOKENS, with_extension
 from model import GPT, ModelConfig

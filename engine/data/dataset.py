@@ -18,7 +18,7 @@ from engine.core import files
 from engine.core.cli import shell_command
 from engine.core.errors import UserError
 from engine.core.values import convert
-from engine.data.chats.chat import count_targets
+from engine.data.ids import count_targets
 from engine.data.shards.shard_file import open_shards
 from engine.data.split import EXAMPLES_DTYPE, Examples, Split
 from engine.data.tokenizer import Tokenizer, load_tokenizer

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.data.chats.chat import (
-    add_ends,
-    count_targets,
-    encode_examples,
-    encode_texts,
+    NO_NAMES,
+    Turn,
+    encode_answers,
+    encode_rendered,
+    escape_names,
     names_pattern,
 )
 from engine.data.documents import corpus
@@ -119,3 +120,72 @@ def encode_pieces(
         _, text, starts, ends = piece
         num_bytes = len(text.encode()) + len(rule.separator) * ends
         yield [(add_ends(tokenizer, ids, starts, ends, rule.separator), 0, num_bytes)]
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str, parse_special: bool = False) -> np.ndarray:
+    """Return the ids of a text that begins a document, uint32 (N,): see :func:`encode_texts`."""
+    return add_ends(tokenizer, encode_texts(tokenizer, [text], parse_special)[0], starts=True)
+
+
+def encode_texts(
+    tokenizer: Tokenizer, texts: Sequence[str], parse_special: bool = False
+) -> list[np.ndarray]:
+    """Return the ids of texts, in which the names of markup are tokens, uint32 (N,) each.
+
+    With ``parse_special`` the names of all special tokens are.
+    """
+    if not parse_special and not tokenizer.markup:
+        return tokenizer.encode_batch(texts)
+    pattern = NO_NAMES if parse_special else names_pattern(tokenizer, "")
+    escaped = (escape_names(pattern, text) for text in texts)
+    return [np.array(encode_rendered(tokenizer, text)[0], np.uint32) for text in escaped]
+
+
+def add_ends(
+    tokenizer: Tokenizer,
+    ids: np.ndarray,
+    starts: bool = False,
+    ends: bool = False,
+    separator: str = "",
+) -> np.ndarray:
+    """Add the tokens that begin and end a document, unless its text spells them itself.
+
+    The separator ends it if the tokenizer has no such token.
+    """
+    start = tokenizer.text_start if starts else []
+    if start and ids[: len(start)].tolist() != start:
+        ids = np.concatenate((np.array(start, np.uint32), ids))
+    end_id = tokenizer.end_of_text_id
+    if not ends or (len(ids) and ids[-1] == end_id):
+        return ids
+    end = tokenizer.encode(separator) if end_id is None else np.array([end_id], np.uint32)
+    return np.concatenate((ids, end))
+
+
+def encode_examples(
+    tokenizer: Tokenizer, turns: Sequence[Turn], parse_special: bool = False
+) -> list[np.ndarray]:
+    """Encode a pair or a chat as examples, int32 (N,): an id where it is a target, ~id elsewhere.
+
+    A pair is one example, a chat as many as :func:`encode_answers` returns.
+    """
+    if turns[0][0] != "prompt":
+        return encode_answers(tokenizer, turns)
+    prompt = encode_prompt(tokenizer, turns[0][1], parse_special)
+    continuing = tokenizer.without_space if turns[0][1] else tokenizer
+    (completion,) = encode_texts(continuing, [turns[1][1]], parse_special)
+    targets = add_ends(continuing, completion, ends=True)
+    return [np.concatenate((~prompt.astype(np.int32), targets.astype(np.int32)))]
+
+
+def count_targets(tokenizer: Tokenizer, example: np.ndarray) -> tuple[int, int]:
+    """Count the targets of an example, and the UTF-8 bytes of their text."""
+    special = {*tokenizer.special_tokens.values()}
+    ids = example.tolist()
+    targets = [(before, token) for before, token in itertools.pairwise(ids) if token >= 0]
+    texts = [(before, token) for before, token in targets if token not in special]
+    num_bytes = len(tokenizer.decode_bytes([token for _, token in texts]))
+    if tokenizer.adds_leading_space:
+        first_ids = [i for before, i in texts if tokenizer.adds_space_after(max(before, ~before))]
+        num_bytes -= sum(tokenizer.decode_bytes([i]).startswith(b" ") for i in first_ids)
+    return len(targets), num_bytes

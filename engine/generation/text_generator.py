@@ -15,6 +15,7 @@ from engine.core.settings import propose_name
 from engine.data.chats import chat
 from engine.data.chats.chat import Turn, TurnEnds
 from engine.data.chats.chat_template import TOOLS_ROLE
+from engine.data.ids import encode_prompt
 from engine.data.tokenizer import Tokenizer
 from engine.generation.beam_search import search_text
 from engine.generation.decoding_engine import DecodingEngine
@@ -77,7 +78,7 @@ class TextGenerator:
                 f"the prompt spells special tokens ({count_noun(len(names), 'name')}), which are "
                 "plain text there: --parse-special, or parse_special in a request, reads them"
             )
-        ids = chat.encode_text(self.tokenizer, prompt, parse_special, starts=True).tolist()
+        ids = encode_prompt(self.tokenizer, prompt, parse_special).tolist()
         return ids or self.initial_tokens
 
     def generate(self, prompt: str = "", **options: Unpack[TextOptions]) -> str:

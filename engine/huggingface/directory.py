@@ -15,8 +15,9 @@ from torch import Tensor
 from engine.core.cli import warn
 from engine.core.errors import UserError, describe_briefly, wrap_library_errors
 from engine.core.files import check_pointer, write_json
-from engine.data.chats.chat import chat_format, encode_text, turn_ends
+from engine.data.chats.chat import chat_format, turn_ends
 from engine.data.chats.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE
+from engine.data.ids import encode_prompt
 from engine.data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 from engine.data.tokenizer_json import SPLIT_PATTERNS, pattern_of
 from engine.huggingface.convert import model_class, to_hf_config
@@ -193,7 +194,7 @@ def warn_of_tokenizer_class(path: Path, tokenizer: Tokenizer) -> None:
         transformers = importlib.import_module("transformers")
         options = {"trust_remote_code": False, "local_files_only": True}
         hf_tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
-        ids = encode_text(tokenizer, PROBE_TEXT, starts=True).tolist()
+        ids = encode_prompt(tokenizer, PROBE_TEXT).tolist()
         if hf_tokenizer.encode(PROBE_TEXT)[: len(ids)] != ids:
             name = f"transformers' {type(hf_tokenizer).__name__}"
             warn(f"{path}: {name} gives other token ids than tokenizer.json, which is used here")
@@ -297,7 +298,7 @@ def compare_with_transformers(path: Path, model: GPT, tokenizer: Tokenizer, fami
     for ids in sequences.tolist():
         text = tokenizer.decode([token for token in ids if token not in special_ids])
         hf_ids = hf_tokenizer.encode(text, split_special_tokens=True)
-        own_ids = encode_text(tokenizer, text, starts=True).tolist()
+        own_ids = encode_prompt(tokenizer, text).tolist()
         if hf_ids[: len(own_ids)] != own_ids:
             raise RuntimeError(f"the exported tokenizer has other token ids for {text!r}")
         logits = model(torch.tensor([ids]))

@@ -10,18 +10,11 @@ import pytest
 from helpers import train_sentencepiece
 
 from engine.core.errors import UserError
-from engine.data.chats.chat import (
-    CHATML_TOKENS,
-    count_targets,
-    encode_examples,
-    encode_text,
-    names_pattern,
-    special_token_names,
-    turn_ends,
-)
+from engine.data.chats.chat import CHATML_TOKENS, names_pattern, special_token_names, turn_ends
 from engine.data.chats.chat_template import PLAIN_TEMPLATE
 from engine.data.chats.examples import chat_parser, parse_chat, parse_pair
-from engine.data.shards.dataset_summary import render_with_targets
+from engine.data.ids import count_targets, encode_examples, encode_texts
+from engine.data.shards.dataset_summary import escape_unprintable, render_with_targets
 from engine.data.split import is_target, token_ids
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, from_document
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TEXT, END_OF_TURN
@@ -89,7 +82,7 @@ def test_text_never_becomes_a_special_token(kind, speakers, num_special):
 
 def test_names_are_parsed_where_asked_and_noncharacters_stay():
     text = f"a\ufdd0b\ufdd0\ufdd0{END_OF_TEXT}\ufdd1"
-    ids = encode_text(BYTES, text, parse_special=True)
+    (ids,) = encode_texts(BYTES, [text], parse_special=True)
     assert ids.tolist() == [*"a\ufdd0b\ufdd0\ufdd0".encode(), 256, *"\ufdd1".encode()]
 
 
@@ -210,6 +203,9 @@ def test_targets_are_rendered_in_brackets():
         "<|user|>Ok<|end|><|assistant|>⟦<|end|>⟧",
     ]
     assert rendered == "".join(answers)
+    turns = [("prompt", "\x1b[2Ja\nb"), ("completion", "c")]
+    rendered = render_with_targets(BYTES, encode_examples(BYTES, turns)[0])
+    assert escape_unprintable(rendered) == "\\x1b[2Ja\nb⟦c<|endoftext|>⟧"
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,8 @@ from helpers import make_dataset, train_sentencepiece
 from engine.core.errors import UserError
 from engine.data.chats.chat import (
     CHATML_TOKENS,
-    count_targets,
     encode_chat,
-    encode_examples,
-    encode_text,
+    encode_rendered,
     own_template,
     special_token_names,
     to_messages,
@@ -28,9 +26,11 @@ from engine.data.chats.chat import (
 from engine.data.chats.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE, ChatTemplate
 from engine.data.chats.examples import chat_parser, parse_chat, parse_messages
 from engine.data.dataset import open_dataset
-from engine.data.split import prompt_ids
-from engine.data.tokenizer import Tokenizer, from_document, load_tokenizer
-from engine.data.tokenizer_json import SPECIAL_TOKENS
+from engine.data.ids import count_targets, encode_examples, encode_prompt
+from engine.data.shards.dataset_summary import render_with_targets
+from engine.data.split import prompt_ids, token_ids
+from engine.data.tokenizer import ByteTokenizer, Tokenizer, from_document, load_tokenizer
+from engine.data.tokenizer_json import END_OF_TEXT, SPECIAL_TOKENS
 from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.generation.text_generator import fit_chat
 from engine.generation.text_stream import TextStream
@@ -85,7 +85,7 @@ FAMILIES = {
 WORDS = ["Hello", "héllo wörld", "漢字かな", "🚀👩🏽", " ", "\n", "\n\n", "  x", "a\tb", ""]
 WORDS += ['"', "\\n", "{}"]
 TYPED_NAMES = ["<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|user|>", "<|<|im_end|>", "[INST]"]
-TYPED_NAMES += ["\ufdd0"]
+TYPED_NAMES += ["\ufdd0", "\ufdd1"]
 ALIASES = {
     "system": ["system", "developer", "System"],
     "user": ["user", "human", " USER "],
@@ -199,6 +199,34 @@ def ids_of_text(tokenizer: Any, chat: list[dict[str, Any]], names: list[str]) ->
     return ids
 
 
+def load_exported(tokenizer: Tokenizer, folder: Path) -> Any:
+    """Return a tokenizer with its chat template, as transformers reads it."""
+    folder.mkdir(parents=True)
+    directory.write_tokenizer(folder, tokenizer, 64, tokenizer.chat_template)
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def check_prompts(tokenizer: Tokenizer, exported: Any, turns: list) -> None:
+    """Compare the ids of the prompt of the last answer, and of that answer continued."""
+    render = partial(exported.apply_chat_template, return_dict=False)
+    messages = to_messages(turns)
+    num_asked = len(turns) - (turns[-1][0] == "assistant")
+    expected = render(messages[:num_asked], add_generation_prompt=True)
+    assert encode_chat(tokenizer, turns[:num_asked]) == expected
+    if num_asked < len(turns):
+        expected = render(messages, continue_final_message=True)
+        assert encode_chat(tokenizer, turns, continue_final_message=True) == expected
+    else:
+        with pytest.raises(UserError, match="of the assistant"):
+            encode_chat(tokenizer, turns, continue_final_message=True)
+
+
+def ids_of(tokenizer: Tokenizer, turns: list) -> list[int]:
+    """Return the ids of the only example of a chat."""
+    (example,) = encode_examples(tokenizer, turns)
+    return token_ids(example).tolist()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_chats_have_the_ids_and_targets_of_transformers(
     family: str, words: Tokenizer, tmp_path: Path
@@ -215,6 +243,7 @@ def test_random_chats_have_the_ids_and_targets_of_transformers(
 
     template = directory.chat_template(dataset.tokenizer, is_chat_model=True)
     exported = load_exported(dataset.tokenizer.with_chat_template(template), tmp_path / "hf")
+    own = own_template(dataset.tokenizer)
     names = [*dataset.tokenizer.special_tokens]
     tagged = with_body(FAMILIES[family][0], tagged=True)
     options: dict[str, Any] = {"return_dict": True, "return_assistant_tokens_mask": True}
@@ -235,6 +264,8 @@ def test_random_chats_have_the_ids_and_targets_of_transformers(
             encoded = exported.apply_chat_template(text, chat_template=tagged, **options)
             assert tuple(encoded["input_ids"]) == ids
             mask = np.array(encoded["assistant_masks"], bool)
+            if text is chat:
+                check_prompts(dataset.tokenizer, exported, parse_messages(chat, own))
             if moves:
                 mask[: np.flatnonzero(~mask)[-1]] = False  # only the last answer
             assert np.array_equal(np.array(actual[ids]) >= 0, mask)
@@ -360,12 +391,6 @@ def test_a_template_that_fails_stops_chats_only_and_its_model_is_named(
     assert exported["chat_template"] == template
 
 
-def load_exported(tokenizer: Tokenizer, folder: Path) -> Any:
-    folder.mkdir(parents=True)
-    directory.write_tokenizer(folder, tokenizer, 64, tokenizer.chat_template)
-    return transformers.AutoTokenizer.from_pretrained(folder)
-
-
 def test_the_date_is_fixed_in_prepared_chats_and_the_days_in_answers(
     words: Tokenizer, tmp_path: Path
 ):
@@ -374,8 +399,7 @@ def test_the_date_is_fixed_in_prepared_chats_and_the_days_in_answers(
     exported = load_exported(tokenizer, tmp_path / "hf")
     ids = exported.apply_chat_template([QUESTION], add_generation_prompt=True, return_dict=False)
     assert encode_chat(tokenizer, [("user", "1+1?")]) == ids
-    example = encode_examples(tokenizer, [("user", "1+1?"), ("assistant", "2")])[0].tolist()
-    text = tokenizer.decode([max(token, ~token) for token in example])
+    text = tokenizer.decode(ids_of(tokenizer, [("user", "1+1?"), ("assistant", "2")]))
     assert text.startswith("<|im_start|>system\n26 Jul 2024<|im_end|>\n<|im_start|>user\n1+1?")
 
 
@@ -420,30 +444,6 @@ def test_variables_of_a_template_are_recorded_exported_and_overridden(
             with_variables(plain, [wrong])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_prompt_of_an_answer_and_a_continued_one_are_those_of_transformers(
-    family, words, tmp_path: Path
-):
-    tokenizer = save_model(family, words, tmp_path / "model")
-    if family == "plain":
-        tokenizer = tokenizer.with_special(special_token_names(tokenizer, chat=True))
-    template = directory.chat_template(tokenizer, is_chat_model=True)
-    exported = load_exported(tokenizer.with_chat_template(template), tmp_path / "hf")
-    turns = [("user", "3"), ("assistant", "a b"), ("user", "4"), ("assistant", "I li")]
-    messages = [{"role": role, "content": text} for role, text in turns]
-    render = partial(exported.apply_chat_template, return_dict=False)
-    expected = render(messages, continue_final_message=True)
-    assert encode_chat(tokenizer, turns, continue_final_message=True) == expected
-    prompt = encode_chat(tokenizer, turns[:3])
-    assert prompt == render(messages[:3], add_generation_prompt=True)
-    example = encode_examples(tokenizer, turns)[0]
-    answer = tokenizer.encode(" I li" if family == "mistral" else "I li").tolist()
-    targets = [*answer, *turn_ends(tokenizer, True).token_ids]
-    assert example[len(prompt) :].tolist()[: len(targets)] == targets
-    with pytest.raises(UserError, match="of the assistant"):
-        encode_chat(tokenizer, turns[:1], continue_final_message=True)
-
-
 REASONING = CHATML_TEMPLATE.replace(
     "message['content']",
     "('<think>' + message.reasoning_content + '</think>' if loop.last and"
@@ -461,11 +461,10 @@ def test_reasoning_and_a_system_text_are_rendered_where_the_template_can(
     answer = ANSWER | {"reasoning_content": "because"}
     for field in ("system", "system_prompt"):
         turns, notes = parser.parse({"messages": [QUESTION, answer], field: "Be kind."})
-        example = encode_examples(tokenizer, turns)[0]
-        text = tokenizer.decode([max(token, ~token) for token in example.tolist()])
+        text = tokenizer.decode(ids_of(tokenizer, turns))
         assert text.startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n1+1?")
         learned = "<think>because</think>2<|im_end|>" if has_reasoning else "2<|im_end|>"
-        assert tokenizer.decode(example[example >= 0].tolist()) == learned
+        assert find_targets(tokenizer, turns) == [learned]
         assert field not in "".join(notes)
         assert ("reasoning_content" in "".join(notes)) != has_reasoning
     own = {"messages": [{"role": "system", "content": "A"}, QUESTION, ANSWER], "system": "B"}
@@ -499,12 +498,11 @@ def test_sentencepiece_adds_the_spaces_of_transformers(sentencepiece: Tokenizer,
     template = directory.chat_template(tokenizer, is_chat_model=True)
     exported = load_exported(tokenizer.with_chat_template(template), tmp_path / "hf")
     turns = [("user", "return the value"), ("assistant", "print it")]
-    messages = [{"role": role, "content": text} for role, text in turns]
-    example = encode_examples(tokenizer, turns)[0].tolist()
-    ids = exported.apply_chat_template(messages, return_dict=False)
-    assert [max(token, ~token) for token in example] == ids
+    check_prompts(tokenizer, exported, turns)
+    ids = exported.apply_chat_template(to_messages(turns), return_dict=False)
+    assert ids_of(tokenizer, turns) == ids
     assert ids.count(1) == 1  # the token that begins a text
-    assert count_targets(tokenizer, np.array(example))[1] == len("print it")
+    assert count_targets(tokenizer, encode_examples(tokenizer, turns)[0])[1] == len("print it")
 
 
 def test_the_space_of_sentencepiece_is_neither_learned_nor_shown_after_a_prompt(sentencepiece):
@@ -516,7 +514,7 @@ def test_the_space_of_sentencepiece_is_neither_learned_nor_shown_after_a_prompt(
         assert "".join(map(stream.push, example[example >= 0].tolist())) == answer
         assert stream.is_finished and count_targets(tokenizer, example)[1] == len(answer)
     echoed = TextStream(tokenizer)
-    ids = encode_text(tokenizer, "the value", starts=True).tolist()
+    ids = encode_prompt(tokenizer, "the value").tolist()
     assert "".join(map(echoed.decode, ids)) == tokenizer.decode(ids) == "the value"
 
 
@@ -530,14 +528,12 @@ def test_special_tokens_absorb_the_white_space_beside_them(flags, words, tmp_pat
     added = [token | dict.fromkeys(flags, True) for token in document["added_tokens"]]
     tokenizer = from_document(document | {"added_tokens": added})
     exported = load_exported(tokenizer, tmp_path / "hf")
-    render = partial(exported.apply_chat_template, return_dict=False)
     turns = [("user", "return the value"), ("assistant", " print it\n")]
-    messages = [{"role": role, "content": text} for role, text in turns]
-    example = encode_examples(tokenizer, turns)[0].tolist()
-    assert [max(token, ~token) for token in example] == render(messages)
-    targets = tokenizer.decode([token for token in example if token >= 0])
+    check_prompts(tokenizer, exported, turns)
+    ids = exported.apply_chat_template(to_messages(turns), return_dict=False)
+    assert ids_of(tokenizer, turns) == ids
+    (targets,) = find_targets(tokenizer, turns)
     assert targets.strip().startswith("print it") and targets.endswith("<|end|>")
-    assert encode_chat(tokenizer, turns[:1]) == render(messages[:1], add_generation_prompt=True)
 
 
 NAMED = [{"name": "tool_use", "template": CHATML_TEMPLATE}]
@@ -554,3 +550,213 @@ def test_one_chat_template_is_taken_and_several_are_refused(templates, words, tm
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": NAMED}))
     assert load_tokenizer(tmp_path / "tokenizer.json").chat_template == CHATML_TEMPLATE
+
+
+# Templates of every kind: ids, targets, and where a model stops.
+
+PROMPT = "{%% if add_generation_prompt %%}%s{%% endif %%}"
+EACH = "{%% for m in messages %%}%s{%% endfor %%}"
+HEADING = "{{ '### ' + m.role + ': ' + m.content + '\\n' }}"
+VICUNA = EACH % HEADING + PROMPT % "### assistant: "
+ALPACA = (
+    "{% if m.role == 'system' %}{{ m.content + '\\n\\n' }}"
+    "{% else %}{{ '### ' + ('Instruction' if m.role == 'user' else 'Response') + ':\\n' }}"
+    "{{ m.content | trim + '\\n\\n' }}{% endif %}"
+)
+THINKING = (
+    "{% if m.role == 'assistant' %}{{ '### assistant: ' }}"
+    "{% if loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{{ m.content + '\\n' }}"
+    "{% else %}" + HEADING + "{% endif %}"
+)
+CALLS = (
+    "{{ '### ' + m.role + ': ' + m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ 'call ' + call.function.name + (call.function.arguments | tojson) }}{% endfor %}{{ '\\n' }}"
+)
+TAGGED = "{{ '<|' + m.role + '|>' + m.content }}"
+# Name → template, and the ends of two answers: the first is followed by a question.
+TEMPLATES = {
+    "token": (EACH % (TAGGED + "<|end|>") + PROMPT % "<|assistant|>", "<|end|>", "<|end|>"),
+    "token, no prompt": (EACH % (TAGGED + "<|end|>"), "<|end|>", "<|end|>"),
+    "next token": (EACH % TAGGED + PROMPT % "<|assistant|>", "<|user|>", "<|endoftext|>"),
+    "last token": (
+        EACH % (TAGGED + "{% if m.role == 'user' or loop.last %}<|end|>{% endif %}")
+        + PROMPT % "<|assistant|>",
+        "<|end|>",
+        "<|end|>",
+    ),
+    "words and last token": (
+        EACH % ("{{ '[' + m.role + '] ' + m.content }}{% if loop.last %}<|end|>{% endif %}")
+        + PROMPT % "[assistant] ",
+        "<|end|>",
+        "<|end|>",
+    ),
+    "words and token": (
+        EACH % ("{{ m.role + '\\n' + m.content + '\\n##<|end|>\\n' }}") + PROMPT % "assistant\n",
+        "\n##<|end|>",
+        "\n##<|end|>",
+    ),
+    "words": (VICUNA, "\n### user:", "\n<|endoftext|>"),
+    "words, no prompt": (EACH % HEADING, "\n### user:", "\n<|endoftext|>"),
+    "instructions": (
+        EACH % ALPACA + PROMPT % "### Response:\n",
+        "\n\n### Instruction:",
+        "\n\n<|endoftext|>",
+    ),
+    "thinking": (
+        EACH % THINKING + PROMPT % "### assistant: ",
+        "\n<|endoftext|>",
+        "\n<|endoftext|>",
+    ),
+    "tools": (
+        "{{ tools or '' }}" + EACH % CALLS + PROMPT % "### assistant: ",
+        "\n### user:",
+        "\n<|endoftext|>",
+    ),
+    "end line": (
+        EACH % ("{{ m.role + '\\n' + m.content + '\\n--end--\\n' }}") + PROMPT % "assistant\n",
+        "\n--end--\nuser",
+        "\n--end--\n<|endoftext|>",
+    ),
+    "rounds": (
+        EACH % "{{ '[' + (loop.index | string) + '] ' + m.content + '\\n' }}",
+        "\n[",
+        "\n<|endoftext|>",
+    ),
+    "nothing": (EACH % "{{ m.content }}", "", "<|endoftext|>"),
+}
+# Templates that write an answer in another way when turns follow.
+REWRITING = ("last token", "words and last token", "thinking")
+# What starts the targets of the two answers.
+STARTS = {
+    "rounds": ("[2] ", "[4] "),
+    "token, no prompt": ("<|assistant|>", "<|assistant|>"),
+    "words, no prompt": ("### assistant: ", "### assistant: "),
+    "thinking": (" <think>\n\n</think>\n\n", " <think>\n\n</think>\n\n"),
+}
+CHATS = [
+    [("user", "king?"), ("assistant", "I like king.")],
+    [("user", "b"), ("assistant", "yes\n### c"), ("user", "\n### user: x"), ("assistant", "no")],
+    [("user", "king"), ("assistant", "king"), ("user", "king"), ("assistant", "king")],
+    [
+        ("user", "\ufdd1"),
+        ("assistant", "\ufdd2\ufdd0"),
+        ("user", "\ufdd0"),
+        ("assistant", "\ufdd1"),
+    ],
+    [("system", "be kind"), ("user", "a"), ("assistant", "b")],
+    [("user", "a"), ("assistant", "b"), ("user", "c")],
+]
+
+
+@pytest.fixture(scope="module")
+def tags() -> Tokenizer:
+    text = "king queen river user assistant ### Instruction Response : [user] --end-- <think>" * 9
+    names = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>", "<|system|>"]
+    return train_bpe_tokenizer([text], 300, "gpt2").with_special(names)
+
+
+def find_targets(tokenizer: Tokenizer, turns: list) -> list[str]:
+    """Return the text of each run of targets in the examples of a chat."""
+    texts = []
+    for example in encode_examples(tokenizer, turns):
+        pieces = np.split(example, np.flatnonzero(np.diff(example >= 0)) + 1)
+        texts += [tokenizer.decode(piece.tolist()) for piece in pieces if piece[0] >= 0]
+    return texts
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_of_any_kind_is_used_as_it_is_and_its_texts_end_where_targets_do(
+    name: str, tags: Tokenizer, tmp_path: Path
+):
+    template, *ends = TEMPLATES[name]
+    exported = load_exported(tags.with_chat_template(template), tmp_path / "hf")
+    tokenizer = load_tokenizer(tmp_path / "hf" / "tokenizer.json")
+    assert directory.chat_template(tokenizer, is_chat_model=True) == template
+    starts = STARTS.get(name, ("", ""))
+    render = partial(exported.apply_chat_template, tokenize=False)
+    for turns in CHATS:
+        check_prompts(tokenizer, exported, turns)
+        messages = to_messages(turns)
+        answers = [index for index, (role, _) in enumerate(turns) if role == "assistant"]
+        if name in REWRITING:
+            prompts = [render(messages[:index], add_generation_prompt=True) for index in answers]
+            rests = [f"{starts[0].lstrip()}{turns[index][1]}{ends[1]}" for index in answers]
+            texts = [*map(str.__add__, prompts, rests)]
+        else:
+            is_open = ends[1].endswith(END_OF_TEXT) and turns[-1][0] == "assistant"
+            texts = [render(messages) + END_OF_TEXT * is_open]
+        examples = [token_ids(example).tolist() for example in encode_examples(tokenizer, turns)]
+        assert examples == [*map(exported.encode, texts)]
+        if len(answers) == 2:
+            first, last = (turns[index][1] for index in answers)
+            targets = [f"{starts[0]}{first}{ends[0]}", f"{starts[1]}{last}{ends[1]}"]
+            assert find_targets(tokenizer, turns) == targets
+    targets = find_targets(tokenizer, CHATS[0] * 2)
+    for start, target, end in zip(starts, targets, ends, strict=True):
+        stream = TextStream(tokenizer, ends=turn_ends(tokenizer, True))
+        text = "".join(map(stream.push, encode_rendered(tokenizer, target)[0]))
+        assert (text, stream.is_finished) == (f"{start}I like king.", bool(end))
+
+
+# Mistral's: the system text precedes the last question, unless an answer follows it.
+MOVING = (
+    "{% set turns = messages if messages[0].role != 'system' else messages[1:] %}"
+    "{% for m in turns %}{% if m.role == 'user' %}{{ '<|user|>' }}"
+    "{% if loop.last and turns != messages %}{{ messages[0].content + '\n' }}{% endif %}"
+    "{{ m.content + '<|assistant|>' }}{% else %}{{ m.content + '<|end|>' }}{% endif %}{% endfor %}"
+)
+# That of gpt-oss: thoughts before a call are left out as soon as a final answer follows.
+CHANNELS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|>' }}"
+    "{% if m.tool_calls %}{% if loop.last %}{{ 'think ' + m.content + '<|end|><|assistant|>' }}"
+    "{% endif %}{{ 'call ' + m.tool_calls[0].function.name + '<|call|>' }}"
+    "{% else %}{{ 'final ' + m.content + ('<|end|>' if loop.last else '<|user|>') }}{% endif %}"
+    "{% else %}{{ '<|user|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+F_CALL = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "expected"),
+    [
+        (
+            MOVING,
+            [("system", "S"), *CHATS[1]],
+            [
+                "<|user|>S\nb<|assistant|>⟦yes\n### c<|end|>⟧",
+                "<|user|>b<|assistant|>yes\n### c<|end|>"
+                "<|user|>S\n\n### user: x<|assistant|>⟦no<|end|>⟧",
+            ],
+        ),
+        (MOVING, CHATS[0], ["<|user|>king?<|assistant|>⟦I like king.<|end|>⟧"]),
+        (
+            CHANNELS,
+            [("user", "a"), ("assistant", "b", F_CALL), ("tool", "c"), ("assistant", "d")],
+            [
+                "<|user|>a<|end|><|assistant|>⟦think b<|end|><|assistant|>call f<|call|>⟧",
+                "<|user|>a<|end|><|assistant|>call f<|call|>"
+                "<|user|>c<|end|><|assistant|>⟦final d<|end|>⟧",
+            ],
+        ),
+        (CHANNELS, [("assistant", "a")], ["<|assistant|>final ⟦a<|end|>⟧"]),
+        (
+            VICUNA,
+            [("assistant", "a"), ("user", "b"), ("assistant", "c", {"weight": 0})],
+            ["### assistant: ⟦a\n### user:⟧ b\n### assistant: c\n"],
+        ),
+        (
+            TEMPLATES["tools"][0],
+            [("user", "b"), ("assistant", "yes", F_CALL), ("tool", "c"), ("assistant", "no")],
+            [
+                '### user: b\n### assistant: ⟦yescall f{"a": 1}\n### tool:⟧ c\n'
+                "### assistant: ⟦no\n<|endoftext|>⟧"
+            ],
+        ),
+    ],
+)
+def test_each_answer_follows_what_inference_sees(template: str, turns: list, expected: list[str]):
+    special = ["<|user|>", "<|assistant|>", "<|end|>", "<|call|>"]
+    tokenizer = ByteTokenizer().with_special(special).with_chat_template(template)
+    examples = encode_examples(tokenizer, turns)
+    assert [render_with_targets(tokenizer, example) for example in examples] == expected

@@ -8,7 +8,8 @@ from helpers import SMALL, random_model
 from reference import decoding_definition
 
 from engine.core.errors import UserError
-from engine.data.chats.chat import encode_chat, encode_examples, turn_ends
+from engine.data.chats.chat import encode_chat, turn_ends
+from engine.data.ids import encode_examples
 from engine.data.split import prompt_ids
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.data.tokenizer_json import SPECIAL_TOKENS

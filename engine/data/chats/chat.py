@@ -1,4 +1,4 @@
-"""Text, prompts with completions, and chats → token ids, and which of them are targets.
+"""Chats → token ids, and which of them are targets.
 
 A chat is rendered by the model's own chat template, or by one of chat_template.py.
 """
@@ -18,6 +18,7 @@ from engine.data.chats.chat_template import (
     CHATML_TEMPLATE,
     PLACEHOLDER_TEXT,
     PLAIN_TEMPLATE,
+    RENDERED_NAMES,
     SHORT_CHAT,
     ChatTemplate,
     Message,
@@ -25,7 +26,8 @@ from engine.data.chats.chat_template import (
     common_length,
     find_ends,
     map_texts,
-    set_variables,
+    parse_value,
+    reads_name,
     split_answers,
 )
 from engine.data.records.text import unify_line_ends
@@ -59,10 +61,20 @@ def own_template(tokenizer: Tokenizer) -> ChatTemplate | None:
 
 
 def with_variables(tokenizer: Tokenizer, assignments: Sequence[str]) -> Tokenizer:
-    """Set variables of the chat template, each NAME=VALUE. Raises UserError for unknown ones."""
-    if not assignments:
-        return tokenizer
-    return tokenizer.with_chat_template(set_variables(tokenizer.chat_template or "", assignments))
+    """Set variables of the chat template, each NAME=VALUE, to values that a caller may override.
+
+    A value is JSON, or else text. Raises UserError for a name that the template does not use.
+    """
+    source = tokenizer.chat_template or ""
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or name in RENDERED_NAMES or not reads_name(source, name):
+            problem = f"must be NAME=VALUE with a name in the chat template (got {assignment})"
+            raise UserError(f"--template-variable: {problem}.")
+        # The line end keeps the source at the start of a line, and is not rendered.
+        assign = f"{{%- set {name} = {parse_value(text, str)!r} %}}"
+        source = f"{{%- if {name} is not defined %}}{assign}{{%- endif %}}\n{source}"
+    return tokenizer.with_chat_template(source) if assignments else tokenizer
 
 
 @functools.lru_cache(16)
@@ -133,60 +145,18 @@ def to_messages(turns: Iterable[Turn], tokenizer: Tokenizer | None = None) -> li
         message.pop("weight", None)
         if tokenizer:
             markup = "" if turn[0] == "assistant" else chat_format(tokenizer)[0].source
-            escape = functools.partial(_escape, names_pattern(tokenizer, markup))
+            escape = functools.partial(escape_names, names_pattern(tokenizer, markup))
             message = {key: map_texts(value, escape, True) for key, value in message.items()}
         messages.append(message)
     return messages
 
 
-def _escape(pattern: re.Pattern[str], text: str) -> str:
+def escape_names(pattern: re.Pattern[str], text: str) -> str:
     """Insert ESCAPE_CHARACTER into the matches of a pattern, so that they no longer match."""
     if ESCAPE_CHARACTER not in text and not pattern.search(text):
         return text
     start = f"(?={ESCAPE_CHARACTER}|{pattern.pattern})(.)"
     return re.sub(start, rf"\1{ESCAPE_CHARACTER}", text, flags=re.DOTALL)
-
-
-def encode_text(
-    tokenizer: Tokenizer,
-    text: str,
-    parse_special: bool = False,
-    starts: bool = False,
-    ends: bool = False,
-) -> np.ndarray:
-    """Return the ids of a text, uint32 (N,): see :func:`encode_texts`, :func:`add_ends`."""
-    return add_ends(tokenizer, encode_texts(tokenizer, [text], parse_special)[0], starts, ends)
-
-
-def encode_texts(
-    tokenizer: Tokenizer, texts: Sequence[str], parse_special: bool = False
-) -> list[np.ndarray]:
-    """Return the ids of texts, in which the names of markup are tokens, uint32 (N,) each.
-
-    With ``parse_special`` the names of all special tokens are.
-    """
-    if not parse_special and not tokenizer.markup:
-        return tokenizer.encode_batch(texts)
-    pattern = NO_NAMES if parse_special else names_pattern(tokenizer, "")
-    escaped = (_escape(pattern, text) for text in texts)
-    return [np.array(encode_rendered(tokenizer, text)[0], np.uint32) for text in escaped]
-
-
-def add_ends(
-    tokenizer: Tokenizer, ids: np.ndarray, starts: bool, ends: bool, separator: str = ""
-) -> np.ndarray:
-    """Add the tokens that begin and end a document, unless its text spells them itself.
-
-    The separator ends it if the tokenizer has no such token.
-    """
-    start = tokenizer.text_start if starts else []
-    if start and ids[: len(start)].tolist() != start:
-        ids = np.concatenate((np.array(start, np.uint32), ids))
-    end_id = tokenizer.end_of_text_id
-    if not ends or (len(ids) and ids[-1] == end_id):
-        return ids
-    end = tokenizer.encode(separator) if end_id is None else np.array([end_id], np.uint32)
-    return np.concatenate((ids, end))
 
 
 def encode_rendered(
@@ -238,7 +208,7 @@ def encode_chat(
     """
     template, _ = chat_format(tokenizer)
     messages = map_texts(to_messages(turns, tokenizer), unify_line_ends)
-    escape = functools.partial(_escape, names_pattern(tokenizer))
+    escape = functools.partial(escape_names, names_pattern(tokenizer))
     escaped = map_texts({**(variables or {})}, escape, has_keys=True)
     if continue_final_message:
         if turns[-1][0] != "assistant" or "tool_calls" in keys_of(turns[-1]):
@@ -252,19 +222,12 @@ def encode_chat(
     return encode_rendered(tokenizer, text)[0]
 
 
-def encode_examples(
-    tokenizer: Tokenizer, turns: Sequence[Turn], parse_special: bool = False
-) -> list[np.ndarray]:
-    """Encode a pair or a chat as examples, int32 (N,): an id where it is a target, ~id elsewhere.
+def encode_answers(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[np.ndarray]:
+    """Encode a chat as examples, int32 (N,): an id where it is a target, ~id elsewhere.
 
-    A pair is one example. So is a chat, unless its template writes an answer in another way as soon
-    as turns follow: then there are several, in which each answer is what a model should generate.
+    It is one example, unless its template writes an answer in another way as soon as turns follow:
+    then there are several, in which each answer is what a model should generate.
     """
-    if turns[0][0] == "prompt":
-        prompt = encode_text(tokenizer, turns[0][1], parse_special, starts=True)
-        continuing = tokenizer.without_space if turns[0][1] else tokenizer
-        targets = encode_text(continuing, turns[1][1], parse_special, ends=True)
-        return [np.concatenate((~prompt.astype(np.int32), targets.astype(np.int32)))]
     template, ends = chat_format(tokenizer)
     learned = [index for index, turn in enumerate(turns) if is_learned(turn)]
     examples = []
@@ -278,16 +241,3 @@ def encode_examples(
             example = np.append(example, np.int32(tokenizer.end_of_text_id))
         examples.append(example)
     return examples
-
-
-def count_targets(tokenizer: Tokenizer, example: np.ndarray) -> tuple[int, int]:
-    """Count the targets of an example, and the UTF-8 bytes of their text."""
-    special = {*tokenizer.special_tokens.values()}
-    ids = example.tolist()
-    targets = [(before, token) for before, token in itertools.pairwise(ids) if token >= 0]
-    texts = [(before, token) for before, token in targets if token not in special]
-    num_bytes = len(tokenizer.decode_bytes([token for _, token in texts]))
-    if tokenizer.adds_leading_space:
-        first_ids = [i for before, i in texts if tokenizer.adds_space_after(max(before, ~before))]
-        num_bytes -= sum(tokenizer.decode_bytes([i]).startswith(b" ") for i in first_ids)
-    return len(targets), num_bytes

@@ -98,22 +98,6 @@ def _compile_template(source: str) -> Any:
     return environment.from_string(unmarked)
 
 
-def set_variables(source: str, assignments: Sequence[str]) -> str:
-    """Return a template in which variables, each NAME=VALUE, have values unless they are passed.
-
-    A value is JSON, or else text. Raises UserError for a name that the template does not use.
-    """
-    for assignment in assignments:
-        name, equals, text = assignment.partition("=")
-        if not equals or name in RENDERED_NAMES or not reads_name(source, name):
-            problem = f"must be NAME=VALUE with a name in the chat template (got {assignment})"
-            raise UserError(f"--template-variable: {problem}.")
-        # The line end keeps the source at the start of a line, and is not rendered.
-        assign = f"{{%- set {name} = {parse_value(text, str)!r} %}}"
-        source = f"{{%- if {name} is not defined %}}{assign}{{%- endif %}}\n{source}"
-    return source
-
-
 def reads_name(source: str, name: str) -> bool:
     """Return whether the source of a template has a name, such as that of a variable."""
     return name.isidentifier() and re.search(rf"\b{name}\b", source) is not None
