@@ -36,14 +36,14 @@ def load_tokenizers(document: Document) -> tokenizers.Tokenizer:
     return runner
 
 
-def encode_by_tokenizers(runner: tokenizers.Tokenizer, text: str) -> np.ndarray:
-    """Return the ids of a text, uint32 (N,). Raises ValueError if it cannot be encoded."""
-    text.encode()
+def encode_by_tokenizers(runner: tokenizers.Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    """Return the ids of texts, uint32 (N,) each. Raises ValueError if one cannot be encoded."""
+    "".join(texts).encode()
     try:
-        ids = runner.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        encodings = runner.encode_batch_fast([*texts], add_special_tokens=False)
     except Exception as error:  # tokenizers has no class of its own
         raise ValueError(error) from None
-    return np.array(ids, np.uint32)
+    return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
 
 def load_splintr(document: Document) -> EncodeBatch | None:
@@ -60,8 +60,8 @@ def load_splintr(document: Document) -> EncodeBatch | None:
         # Without this option, words that are tokens are merged, too.
         merging = document | {"model": model | {"ignore_merges": False}}
         text = b"\n".join(map(from_byte_level, vocab)).decode(errors="replace")
-        ids = encode_by_tokenizers(load_tokenizers(merging), text)
-        if np.array_equal(_run_by_splintr(merging)([text])[0], ids):
+        ids = encode_by_tokenizers(load_tokenizers(merging), [text])
+        if np.array_equal(_run_by_splintr(merging)([text]), ids):
             return encode
     return None
 

@@ -16,6 +16,7 @@ import numpy as np
 import tokenizers
 from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
 
+from engine.core.cli import warn
 from engine.core.errors import UserError, wrap_library_errors
 from engine.core.files import check_pointer
 from engine.data import tokenizer_json
@@ -28,7 +29,7 @@ TokenIds = Sequence[int] | np.ndarray
 
 
 class Tokenizer:
-    """A tokenizer.json and a way to run it.
+    """A tokenizer.json, run by ``tokenizers`` unless a subclass has a faster way.
 
     ``special_tokens`` maps names to ids; text never becomes one of them, except an ``unk_token``.
     """
@@ -97,10 +98,12 @@ class Tokenizer:
             return self._encode_batch(texts)
 
     def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self._encode(text) for text in texts]
+        return encode_by_tokenizers(self.runner, texts)
 
-    def _encode(self, text: str) -> np.ndarray:
-        raise NotImplementedError
+    @functools.cached_property
+    def runner(self) -> tokenizers.Tokenizer:
+        """See :func:`load_tokenizers`."""
+        return load_tokenizers(self.document)
 
     @functools.cached_property
     def without_space(self) -> "Tokenizer":
@@ -169,6 +172,9 @@ class CharTokenizer(Tokenizer):
         self.ids = np.full(int(code_points.max(initial=0)) + 2, -1, np.int32)
         self.ids[code_points] = np.arange(len(characters))
 
+    def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [*map(self._encode, texts)]
+
     def _encode(self, text: str) -> np.ndarray:
         code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         ids = self.ids[np.minimum(code_points, len(self.ids) - 1)]
@@ -187,23 +193,22 @@ class ByteTokenizer(Tokenizer):
         self.kind = "byte"
         self.bytes_of_id |= {byte: bytes((byte,)) for byte in range(256)}
 
-    def _encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
+    def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Any tokenizer.json, run by ``tokenizers``: SentencePiece-like BPE and Unigram, WordPiece."""
+    """Any other tokenizer.json: SentencePiece-like BPE and Unigram, WordPiece."""
 
     can_encode_pieces = False
 
     def __init__(self, document: Document):
         super().__init__(document)
-        self.runner = load_tokenizers(document)
         words = json.dumps(document.get("pre_tokenizer"))
         self.is_space_first_only = '"prepend_scheme": "first"' in words
         letter: list[int] = []
-        with contextlib.suppress(UserError):  # of a vocabulary without the letter
-            letter = self.encode("a").tolist()
+        with contextlib.suppress(ValueError):  # of a vocabulary without the letter
+            letter = encode_by_tokenizers(self.runner, ["a"])[0].tolist()
         self.context = letter[-1:]  # an id to decode others after, see _bytes_of
         self.adds_leading_space = self.decode_bytes(letter).startswith(b" ")
 
@@ -211,9 +216,6 @@ class HuggingFaceTokenizer(Tokenizer):
     def without_space(self) -> Tokenizer:
         changed = tokenizer_json.without_leading_space(self.document)
         return HuggingFaceTokenizer(changed) if self.adds_leading_space else self
-
-    def _encode(self, text: str) -> np.ndarray:
-        return encode_by_tokenizers(self.runner, text)
 
     def decode_bytes(self, ids: TokenIds) -> bytes:
         new = [number for number in map(int, ids) if number not in self.bytes_of_id]
@@ -267,11 +269,6 @@ class BPETokenizer(Tokenizer):
         """See :func:`load_splintr`."""
         return load_splintr(self.document)
 
-    @functools.cached_property
-    def runner(self) -> tokenizers.Tokenizer:
-        """See :func:`load_tokenizers`."""
-        return load_tokenizers(self.document)
-
     def load_runner(self) -> None:
         self.num_characters = MAX_SLOW_CHARACTERS
         self.encode("a")
@@ -280,9 +277,6 @@ class BPETokenizer(Tokenizer):
         self.num_characters += sum(map(len, texts))
         encode = self.encode_fast if self.num_characters > MAX_SLOW_CHARACTERS else None
         return encode(texts) if encode else super()._encode_batch(texts)
-
-    def _encode(self, text: str) -> np.ndarray:
-        return encode_by_tokenizers(self.runner, text)
 
 
 def from_document(document: Document) -> Tokenizer:
@@ -321,6 +315,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
         tokenizer_json.check_document(document)
         tokenizer = from_document(with_model_files(document, path.parent))
     tokenizer.folder = path.parent
+    templates = path.parent / "additional_chat_templates"
+    if templates.is_dir():
+        warn(f"{templates}: ignored; only the default chat template is used")
     return tokenizer
 
 

@@ -437,7 +437,7 @@ def test_a_token_that_no_merge_makes_is_unused(llama3: str, tmp_path: Path):
     assert_same_ids(imported, document, ["zq", " zq zq"])
 
 
-def test_the_companion_names_the_end_of_text_and_the_chat_template(tmp_path: Path):
+def test_the_companion_names_the_end_of_text_and_the_chat_template(tmp_path: Path, capsys):
     path = tmp_path / "tokenizer.json"
     document = json.loads(original("GPT-2", ["abab"]).to_str())
     with pytest.raises(UserError, match=r"tokenizer.json: .*'<\|eot\|>'"):
@@ -450,6 +450,11 @@ def test_the_companion_names_the_end_of_text_and_the_chat_template(tmp_path: Pat
     assert loaded.chat_template == "of the template"
     assert loaded.document["model"][EXTENSION_KEY] == {"chat_template": "of the template"}
     assert loaded.with_special(SPECIAL_TOKENS).chat_template is None
+    assert not capsys.readouterr().err
+    (tmp_path / "additional_chat_templates").mkdir()
+    assert load_tokenizer(path).chat_template == "of the template"
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / "additional_chat_templates") in warning
     (tmp_path / "chat_template.jinja").write_bytes(b"\xe9")
     with pytest.raises(UserError, match=r"chat_template\.jinja: is not UTF-8"):
         load_tokenizer(path)
