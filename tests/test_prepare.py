@@ -196,19 +196,15 @@ def test_another_dataset_is_only_replaced_by_force(added, flags, word, prepare, 
     assert "up to date" in prepare("a.txt", *flags)
 
 
-def test_a_corrupted_shard_is_made_again_but_a_manifest_needs_force(prepare, text, tmp_path: Path):
+def test_a_corrupted_dataset_is_made_again_by_force(prepare, text, tmp_path: Path):
     prepare("a.txt")
     before = read_files(tmp_path / "data" / "a")
-    (tmp_path / "data" / "a" / "train-00000.npy").write_bytes(b"")
-    prepare("a.txt")
-    assert read_files(tmp_path / "data" / "a") == before
-    manifest = tmp_path / "data" / "a" / "manifest.json"
-    content = manifest.read_bytes()
-    manifest.write_bytes(b"")
-    assert "--force" in prepare("a.txt", error=True)
-    prepare("a.txt", "--force")
-    assert manifest.read_bytes() == content
-    manifest.unlink()
+    for name in ("train-00000.npy", "manifest.json"):
+        (tmp_path / "data" / "a" / name).write_bytes(b"")
+        assert "--force" in prepare("a.txt", error=True)
+        prepare("a.txt", "--force")
+        assert read_files(tmp_path / "data" / "a") == before
+    (tmp_path / "data" / "a" / "manifest.json").unlink()
     assert "--out" in prepare("a.txt", "--force", error=True)
 
 

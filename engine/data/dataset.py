@@ -292,10 +292,10 @@ def verify_dataset(dataset: Dataset, force: bool) -> None:
 def is_up_to_date(
     out: Path, origin: dict[str, Any], force: bool, version: str, hash_content: Callable[[], str]
 ) -> bool:
-    """Return whether ``out`` is a complete dataset of this origin and text.
+    """Return whether ``out`` is a dataset of this origin and text.
 
     ``version`` changes with the input files; only if it differs is their content hashed. Raises
-    UserError for a folder that must not be replaced.
+    UserError for a folder that must not be replaced, or only by ``force``.
     """
     names = sorted(path.name for path in out.glob("*"))
     if not names and not out.is_file():
@@ -307,18 +307,14 @@ def is_up_to_date(
         raise UserError(f"--out: {problem}. Choose another.")
     if force:
         return False
-    try:
-        manifest = convert(files.read_json(out / "manifest.json"), dict, "manifest.json")
-        old = {"content": None, **convert(manifest.get("origin"), dict, "origin")}
-    except (OSError, UserError) as error:
-        raise _dataset_error(out, error) from None
+    old = dict(open_dataset(out).manifest["origin"])
     content = old.pop("content")
     changed = {key for key in old.keys() | origin.keys() if old.get(key) != origin.get(key)}
     is_same_text = False
     with contextlib.suppress(OSError, UserError):
         is_same_text = files.read_json(out / VERSION_FILE) == version
     if not changed and (is_same_text or hash_content() == content):
-        return is_usable(out)
+        return True
     settings = sorted(changed - {"split", "separator"})  # these two depend on the text
     difference = ", ".join(f"{key} {old.get(key)}" for key in settings) or "other text"
     advice = "Use --force to replace it (docs/data.md: My text has grown), or another --out"
