@@ -141,7 +141,7 @@ def to_hf_config(config: ModelConfig, family: Family) -> dict[str, Any]:
         "model_type": family.model_type,
         "dtype": "float32",
         "torch_dtype": "float32",  # the key before transformers 4.56
-        "transformers_version": LAYOUT_VERSION,  # without it, readers patch words of 4.57
+        "transformers_version": LAYOUT_VERSION,  # below 5.0.0, a fix for Mistral may change words
         **family.fixed,
     }
     for name, keys in family.settings.items():

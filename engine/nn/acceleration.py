@@ -322,7 +322,7 @@ class Acceleration:
         """Stop capturing, or else compiling, whose results differ from plain ones."""
         if self.pool and self.captures:
             self.pool.fail(f"captured {problem}")
-        else:
+        elif self.undo_compilation:  # None where a capture failed during the comparison
             self._undo()
             self.warn(f"training continues without compilation (--no-compile): compiled {problem}")
 

@@ -60,7 +60,8 @@ class LoRAFusedLinear(FusedLinear):
             return super().forward(x)
         x = to_autocast_dtype(x)
         y = F.linear(x, *concatenated)
-        updates = list(dict.fromkeys(layer.path[0] for layer in layers))
+        # All heads are here in order, so that their rows of an update are all of its rows.
+        updates = list(dict.fromkeys(update for update, _ in (layer.path for layer in layers)))
         A = torch.cat([update.A for update in updates])
         B = torch.block_diag(*[update.B for update in updates])
         return add_low_rank(y, x, A, B, len(updates[0].A))

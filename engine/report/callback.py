@@ -58,12 +58,13 @@ class Report(Callback):
         """Write short samples and the attention at doublings of the step, until an evaluation."""
         budget = trainer.budget
         is_due = budget.exhausted or budget.is_due("evaluate", trainer.step)
-        is_doubling = trainer.step & (trainer.step - 1) == 0
-        if not (self.is_early and is_doubling) or is_due:
+        is_power_of_two = trainer.step.bit_count() == 1
+        if is_due or not (self.is_early and is_power_of_two):
             return
         planned_seconds = budget.elapsed / max(budget.progress, 1e-9)
-        seconds = 2 * self.early_seconds  # each of them takes less than all before
-        if trainer.step <= LAST_FREE_STEP or seconds < MAX_EARLY_TIME * planned_seconds:
+        # Samples are expected to take at most as long as all earlier ones together.
+        max_seconds = 2 * self.early_seconds
+        if trainer.step <= LAST_FREE_STEP or max_seconds < MAX_EARLY_TIME * planned_seconds:
             started_at = time.monotonic()
             with budget.pause():
                 self.sample(trainer, EARLY_SAMPLE_TOKENS)

@@ -43,15 +43,21 @@ def compare(runs: Sequence[Record]) -> tuple[str, str]:
     if len({to_json(run["about"].get("text")) for run in runs}) > 1:
         problem = "The runs have different texts: their bits per byte are comparable only roughly"
         return "warning", f"{problem}, and none is called better."
-    counts = [(run["about"].get("tokenizer"), run["best"].get("val_tokens", 0)) for run in ranked]
-    ratios = [run["best"]["val_loss"] / (run["best"]["val_bits_per_byte"] or 1) for run in ranked]
-    num_bytes = [count * ratio for (_, count), ratio in zip(counts, ratios, strict=True)]
-    if len({*counts}) > len(dict(counts)) or max(num_bytes) > (1 + MIN_CHANGE) * min(num_bytes):
+    counts: dict[Any, set[int]] = {}  # of evaluated tokens, by tokenizer
+    text_sizes = []  # proportional to bytes
+    for run in ranked:
+        best = run["best"]
+        num_tokens = best.get("val_tokens", 0)
+        counts.setdefault(run["about"].get("tokenizer"), set()).add(num_tokens)
+        # Nats per token / bits per byte = bytes per token × ln 2.
+        text_sizes.append(num_tokens * best["val_loss"] / (best["val_bits_per_byte"] or 1))
+    has_other_tokens = any(len(numbers) > 1 for numbers in counts.values())
+    if has_other_tokens or max(text_sizes) > (1 + MIN_CHANGE) * min(text_sizes):
         problem = "The best evaluations counted different tokens, and none is called better"
         return "warning", f"{problem}. Train with --eval-tokens 0."
     first, second, *rest = (run["name"] for run in ranked)
-    best, next_best, *_ = (run["best"]["val_bits_per_byte"] for run in ranked)
-    gain = 1 - best / next_best if next_best else 0.0
+    lowest, next_lowest, *_ = (run["best"]["val_bits_per_byte"] for run in ranked)
+    gain = 1 - lowest / next_lowest if next_lowest else 0.0
     if gain < MIN_GAIN:
         return "good", f"{first} and {second} are equally good, to 0.1% in bits per byte."
     place = f", the next of {len(ranked)}" if rest else ""

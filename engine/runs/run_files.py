@@ -32,7 +32,7 @@ NUMBER_KEYS += "val_score xz_bits_per_byte"
 VALUE_TYPES: dict[str, Any] = {
     **dict.fromkeys(("parameters", "seconds", "step", "tokens"), Seconds),
     **dict.fromkeys(NUMBER_KEYS.split(), float | None),
-    **dict.fromkeys(("longer", "prompt", "resume"), str),
+    **dict.fromkeys(("longer", "prompt", "resume", "tokenizer"), str),
     **dict.fromkeys(("defaults", "machine", "typed"), dict[str, Any]),
     "baselines": dict[str, float],
     "data": list[dict[str, str]],

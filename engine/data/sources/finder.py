@@ -38,7 +38,7 @@ def find_sources(
     ``spool`` is a folder for a copy of standard input, and ``globs`` select files of folders, or
     exclude them after a "!"; none: all. Raises UserError for a missing input.
     """
-    for glob in globs:
+    for glob in globs:  # PurePath.match reads ** as *, and raises for an empty pattern
         pattern = glob.removeprefix("!").removeprefix("**/")
         if "**" in pattern or not PurePath(pattern).parts:
             raise UserError(f"--glob: must be a pattern such as *.txt or docs/*.md (got {glob}).")
