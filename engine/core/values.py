@@ -33,8 +33,8 @@ MAX_INTEGER = 2**63
 # Numbers in a file of the project.
 Count = Annotated[int, Ge(0), Le(MAX_INTEGER)]
 Seconds = Annotated[float, Ge(0), Le(MAX_INTEGER)]
-# Kinds of errors of pydantic whose value is not what is wrong.
-PROBLEMS = {"missing": "is missing", "unexpected_keyword_argument": "is unknown"}
+# Type of an error of pydantic → reason, where the value is not what is wrong.
+REASON_BY_TYPE = {"missing": "is missing", "unexpected_keyword_argument": "is unknown"}
 
 
 def iterate_hints(cls: Any) -> Iterator[tuple[str, Any]]:
@@ -91,18 +91,20 @@ def _adapter(hint: Any) -> "TypeAdapter[Any]":
 
 @contextlib.contextmanager
 def _named_errors(name: str) -> Iterator[None]:
-    """Turn the first problem with a value of that name into one line."""
+    """Raise UserError for pydantic's first problem with a value of that name."""
     from pydantic import ValidationError
 
     try:
         yield
     except ValidationError as error:
-        problem = error.errors()[0]
-    else:
-        return
+        raise _value_error(name, error.errors()[0]) from None
+
+
+def _value_error(name: str, problem: Any) -> UserError:
+    """Return one line on a problem of pydantic, such as {"type": "missing", "loc": ("a",), …}."""
     name = ".".join([name, *[part for part in problem["loc"] if isinstance(part, str)]])
-    if problem["type"] in PROBLEMS:
-        raise UserError(f"{name}: {PROBLEMS[problem['type']]}.")
+    if problem["type"] in REASON_BY_TYPE:
+        return UserError(f"{name}: {REASON_BY_TYPE[problem['type']]}.")
     message = problem["msg"].removeprefix("Value error, ").replace("Input should", "must")
     quoted = f"{problem['input']!r}"[:MAX_QUOTED_CHARACTERS]
-    raise UserError(f"{name}: {message} (got {quoted}).")
+    return UserError(f"{name}: {message} (got {quoted}).")
