@@ -62,11 +62,11 @@ from engine.core.settings import parse
 from engine.data.tokenizer import named_tokenizer
 from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.sampling import TextOptions
-from engine.generation.text_batch import TextBatch, banned_tokens, complete_streams
+from engine.generation.text_batch import TextBatch, TextRequest, banned_tokens, complete_streams
 from engine.generation.text_stream import TextStream
 from engine.nn.inference import build_decoder
 from engine.report.callback import processor_name
-from engine.serving.worker import BatchWorker, ClientRequest
+from engine.serving.worker import BatchWorker
 from engine.training.estimate import MAX_MEMORY_FRACTION, estimate_memory, memory_fraction
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
@@ -435,7 +435,7 @@ class GPUBench:
         def ask() -> None:
             arrivals: queue.Queue[Any] = queue.Queue()
             for index, stream in enumerate(self.make_streams(NUM_TEXTS)):
-                request = ClientRequest(stream, index, DEFAULT_FILTERS, receive=arrivals.put)
+                request = TextRequest(stream, index, DEFAULT_FILTERS, arrivals.put)
                 worker.submit([request])
             num_ended = 0
             while num_ended < NUM_TEXTS:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -197,7 +198,7 @@ def decode(
     streams: list[Any] = [IdStream(prompt, num_tokens) for prompt in prompts]
     batch = TextBatch(DecodingEngine(model), len(prompts), banned)
     for stream, row_seed in zip(streams, row_seeds(seed, prompts), strict=True):
-        batch.add([TextRequest(stream, row_seed, options)])
+        batch.add(deque([TextRequest(stream, row_seed, options, [].append)]))
         batch.read()
     while batch.requests:
         batch.step()

@@ -18,7 +18,7 @@ from engine.data.split import Examples, Split, is_target, token_ids
 from engine.data.tokenizer import Tokenizer
 from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.prompt_file import encode_line, locate_errors, read_prompt, read_turns
-from engine.generation.text_batch import TextBatch, TextRequest, Token, complete_streams
+from engine.generation.text_batch import complete_streams
 from engine.generation.text_generator import DEFAULT_NEW_TOKENS, TextGenerator
 from engine.generation.text_stream import TextStream, join_pieces
 from model import GPT
@@ -143,9 +143,7 @@ def count_right(
     cache_dtype: torch.dtype | None = None,
 ) -> int:
     """Return how many questions a model in evaluation mode answers right, with greedy text."""
-    texts = [
-        choose(model, tokenizer, question) if question.choices else "" for question in questions
-    ]
+    texts = [choose(model, question) if question.choices else "" for question in questions]
     streams = []
     for question in questions:
         answer_bytes = len((question.answer or "").encode())  # at least its number of tokens
@@ -160,19 +158,24 @@ def count_right(
     return sum(text.strip() == (question.answer or "").strip() for text, question in pairs)
 
 
-def choose(model: GPT, tokenizer: Tokenizer, question: Question) -> str:
+def choose(model: GPT, question: Question) -> str:
     """Return the choice with the highest log-likelihood per UTF-8 byte of its text."""
+    engine = DecodingEngine(model)
 
     def rate(choice: str) -> float:
         """Return the log-likelihood of a choice per byte, in nats."""
         ids = question.choices[choice][-model.config.context_length :]
-        request = TextRequest(TextStream(tokenizer, ids, 0), 0, {}, 0, reports_prompt=True)
-        batch = TextBatch(DecodingEngine(model), 1)
-        batch.add([request])
+        targets = torch.tensor(ids[1:], dtype=torch.long, device=engine.device)
+        engine.add(ids)
+        row = engine.rows[-1]
         logprobs = []
-        while batch.unread:
-            logprobs += [token.logprob for _, token in batch.read() if isinstance(token, Token)]
+        while row.num_unread:
+            chunk = targets[row.num_cached :, None]
+            logits = engine.read(0, has_all_logits=True)[: len(chunk)]
+            all_logprobs = logits.float().log_softmax(dim=-1)
+            logprobs += all_logprobs.gather(1, chunk[: len(logits)])[:, 0].tolist()
+        engine.keep([])
         num_targets = max(1, len(question.choices[choice]) - len(question.prompt))
-        return math.fsum(filter(None, logprobs[-num_targets:])) / len(choice.encode())
+        return math.fsum(logprobs[-num_targets:]) / len(choice.encode())
 
     return max(question.choices, key=rate)

@@ -7,9 +7,9 @@ batch.
 import math
 import sys
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Unpack
 
 import torch
@@ -47,18 +47,19 @@ class Token:
 
 @dataclass(eq=False)
 class TextRequest:
-    """A prompt to continue, and the settings of its text.
+    """A prompt to continue, the settings of its text, and the function that receives its tokens.
 
-    With ``reports_prompt`` the tokens of the prompt come first, with their logprobs.
+    With ``reports_prompt`` the tokens of the prompt come first, with their logprobs. At the end of
+    the text comes None, or instead an error.
     """
 
     stream: TextStream
     seed: int  # of engine.generation.sampling.row_seeds
     options: TextOptions  # of sampling
+    receive: Callable[[Token | Exception | None], None]
     num_logprobs: int | None = None  # None: without logprobs; 0: only those of the tokens
     reports_prompt: bool = False
     is_cancelled: bool = False
-    last_id: int = 0  # the newest token of the text
 
     @cached_property
     def prompt_key(self) -> Any:
@@ -71,14 +72,8 @@ class TextRequest:
         return (self.num_logprobs, *sorted(self.options.items()))
 
 
-Event = tuple[TextRequest, Token | UserError | None]  # None: the text has ended
-
-
 class TextBatch:
-    """Requests that are decoded together, each in a row of an engine, in the same order.
-
-    Its methods return a token for each request that was computed, and None at the end of each text.
-    """
+    """Requests that are decoded together, each in a row of an engine, in the same order."""
 
     def __init__(
         self,
@@ -99,55 +94,59 @@ class TextBatch:
         self.noise: dict[Any, tuple[list[tuple[int, int]] | None, Tensor | None]] = {}
         self.unread: list[TextRequest] = []  # of the prompt in the row after those of the requests
 
-    @property
-    def num_free_rows(self) -> int:
-        return 0 if self.unread else self.max_rows - len(self.requests)
+    def add(self, waiting: deque[TextRequest]) -> None:
+        """Take the first requests of a queue, if a row is free and no prompt is unread.
 
-    def add(self, requests: Sequence[TextRequest]) -> None:
-        """Add requests of one prompt_key; :meth:`read` computes the prompt once for all of them."""
-        self.unread = [*requests]
-        if requests[0].reports_prompt:
-            self.reader = TextStream(requests[0].stream.tokenizer)
-        num_new_tokens = max(request.stream.max_tokens for request in requests)
-        self.engine.add(requests[0].stream.prompt, num_new_tokens)
+        They have one prompt_key, and :meth:`read` computes their prompt once. Those that need only
+        the tokens of the prompt need no row of their own.
+        """
+        num_free_rows = self.max_rows - len(self.requests)
+        if self.unread or not num_free_rows:
+            return
+        while waiting and (not self.unread or waiting[0].prompt_key == self.unread[0].prompt_key):
+            if not waiting[0].stream.is_finished:
+                num_free_rows -= 1
+            if num_free_rows < 0:
+                break
+            self.unread.append(waiting.popleft())
 
-    def read(self, max_tokens: int | None = None) -> list[Event]:
+    def read(self, max_tokens: int | None = None) -> None:
         """Compute the unread prompt, or max_tokens of it; at its end, draw the first tokens."""
         num_rows = len(self.requests)
         requests = [request for request in self.unread if not request.is_cancelled]
-        events: list[Event] = []
         if requests:
+            stream = requests[0].stream
+            if len(self.engine.rows) == num_rows:
+                num_new_tokens = max(request.stream.max_tokens for request in requests)
+                self.engine.add(stream.prompt, num_new_tokens)
             row = self.engine.rows[num_rows]
             start = row.num_cached
             scores_prompt = requests[0].reports_prompt and requests[0].num_logprobs is not None
             logits = self.engine.read(num_rows, max_tokens, scores_prompt)
             if requests[0].reports_prompt:
-                tokens = self._report_prompt(requests, start, row.num_cached, logits)
-                events += [(request, token) for request in requests for token in tokens]
+                self._report_prompt(requests, start, row.num_cached, logits)
             if row.num_unread:
-                return events
-        ended = [request for request in requests if request.stream.is_finished]  # without tokens
-        events += [(request, None) for request in ended]
+                return
         self.unread = []
+        for request in requests:
+            if request.stream.is_finished:  # without tokens
+                request.receive(None)
         requests = [request for request in requests if not request.stream.is_finished]
         self.requests += requests
         self.engine.keep([*range(num_rows), *[num_rows] * len(requests)])
         if requests:
-            events += self._draw(logits[-1:].expand(len(requests), -1), requests)
-        return events
+            self._draw(logits[-1:].expand(len(requests), -1), requests)
 
-    def step(self) -> list[Event]:
+    def step(self) -> None:
         """Draw a token for each request whose prompt is read."""
         self._drop_ended()
-        if not self.requests:
-            return []
-        logits = self.engine.step([request.last_id for request in self.requests])
-        return self._draw(logits, self.requests)
+        if self.requests:
+            logits = self.engine.step([request.stream.new_ids[-1] for request in self.requests])
+            self._draw(logits, self.requests)
 
     @torch.inference_mode()
-    def _draw(self, logits: Tensor, requests: Sequence[TextRequest]) -> list[Event]:
+    def _draw(self, logits: Tensor, requests: Sequence[TextRequest]) -> None:
         """Draw a token for each of the last requests from logits (N, V); drop ended requests."""
-        events: list[Event] = []
         groups: dict[Any, list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(request.sampling_key, []).append(index)
@@ -158,21 +157,22 @@ class TextBatch:
             rows = [self.engine.rows[first_row + index].ids for index in indices]
             ids = self._sample(group_logits, group, rows)
             tokens: dict[int, Token] = {}  # by row of the logits
-            for index, (request, token_id) in enumerate(zip(group, ids, strict=True)):
-                if token_id == NOT_FINITE:  # of one request; the others continue
-                    request.is_cancelled = True
-                    events.append((request, not_finite_error()))
-                    continue
-                request.last_id = token_id
-                offset = request.stream.num_characters
-                tokens[index] = Token(token_id, request.stream.push(token_id), offset)
-                events.append((request, tokens[index]))
-                if request.stream.is_finished:
-                    events.append((request, None))
+            for index, token_id in enumerate(ids):
+                if token_id != NOT_FINITE:
+                    stream = group[index].stream
+                    offset = stream.num_characters
+                    tokens[index] = Token(token_id, stream.push(token_id), offset)
             if tokens and group[0].num_logprobs is not None:
                 self._score([*tokens.values()], group_logits[[*tokens]], group[0].num_logprobs)
+            for index, request in enumerate(group):
+                if index not in tokens:  # the other texts continue
+                    request.is_cancelled = True
+                    request.receive(not_finite_error())
+                    continue
+                request.receive(tokens[index])
+                if request.stream.is_finished:
+                    request.receive(None)
         self._drop_ended()
-        return events
 
     def _sample(
         self, logits: Tensor, requests: Sequence[TextRequest], rows: Sequence[tuple[int, ...]]
@@ -223,21 +223,24 @@ class TextBatch:
     @torch.inference_mode()
     def _report_prompt(
         self, requests: Sequence[TextRequest], start: int, end: int, logits: Tensor
-    ) -> list[Token]:
-        """Return the tokens after positions from ``start`` to ``end``, whose logits are (T, V).
+    ) -> None:
+        """Send the tokens after positions from ``start`` to ``end``, whose logits are (T, V).
 
         The first token of a prompt, which has no logprobs, comes with the second.
         """
+        if start == 0:
+            self.prompt_reader = TextStream(requests[0].stream.tokenizer)
         tokens = []
         for token_id in requests[0].stream.prompt[start + 1 if start else 0 : end + 1]:
-            offset = self.reader.num_characters
-            tokens.append(Token(token_id, self.reader.decode(token_id), offset))
+            offset = self.prompt_reader.num_characters
+            tokens.append(Token(token_id, self.prompt_reader.decode(token_id), offset))
         scored = tokens if start else tokens[1:]
         if scored and requests[0].num_logprobs is not None:
             self._score(scored, logits[: len(scored)], requests[0].num_logprobs)
         for request in requests:
-            request.stream.num_characters = self.reader.num_characters
-        return tokens
+            request.stream.num_characters = self.prompt_reader.num_characters
+            for token in tokens:
+                request.receive(token)
 
     def _drop_ended(self) -> None:
         """Drop ended and canceled requests, and move the last ones into their rows."""
@@ -245,12 +248,11 @@ class TextBatch:
         order = [*range(num_rows)]
         for row in reversed(range(num_rows)):
             if self.requests[row].stream.is_finished or self.requests[row].is_cancelled:
-                last = order.pop()
-                if row < len(order):
-                    order[row] = last
+                order[row] = order[-1]
+                order.pop()
         if len(order) < num_rows:
             self.requests = [self.requests[row] for row in order]
-            self.engine.keep([*order, num_rows] if self.unread else order)
+            self.engine.keep([*order, *range(num_rows, len(self.engine.rows))])
 
 
 def banned_tokens(tokenizer: Tokenizer, model: GPT, stop_token_ids: Container[int]) -> list[int]:
@@ -288,39 +290,28 @@ def complete_streams(
         return
     batch_size = options.pop("batch_size", 1)
     seeds = row_seeds(options.pop("seed", 0), [stream.prompt for stream in streams])
-    indices = {
-        TextRequest(stream, seeds[index], options): index
+    arrivals: deque[tuple[int, Token | Exception | None]] = deque()
+
+    def receive(index: int, arrival: Token | Exception | None) -> None:
+        arrivals.append((index, arrival))
+
+    waiting = deque(
+        TextRequest(stream, seeds[index], options, partial(receive, index))
         for index, stream in enumerate(streams)
         if not stream.is_finished
-    }
+    )
     banned = banned_tokens(streams[0].tokenizer, engine.model, streams[0].stop_token_ids)
     max_length = max(len(stream.prompt) + stream.max_tokens for stream in streams)
     batch = TextBatch(engine, batch_size, banned, max_length)
-    waiting = deque(indices)
     while waiting or batch.requests:
-        if waiting and batch.num_free_rows:
-            batch.add(next_group(waiting, batch.num_free_rows))
-            events = batch.read()
+        batch.add(waiting)
+        if batch.unread:
+            batch.read()
         else:
-            events = batch.step()
-        for request, token in events:
-            if isinstance(token, UserError):
-                raise token
-            if token:
-                yield indices[request], token.text
-
-
-def next_group(waiting: deque[Any], max_texts: int) -> list[Any]:
-    """Remove and return the first request and those of the same prompt_key that follow it.
-
-    Of them, max_texts get more tokens than those of the prompt.
-    """
-    key = waiting[0].prompt_key
-    group: list[Any] = []
-    while waiting and waiting[0].prompt_key == key:
-        if not waiting[0].stream.is_finished:
-            max_texts -= 1
-        if max_texts < 0:
-            break
-        group.append(waiting.popleft())
-    return group
+            batch.step()
+        while arrivals:
+            index, arrival = arrivals.popleft()
+            if isinstance(arrival, Exception):
+                raise arrival
+            if arrival:
+                yield index, arrival.text

@@ -25,7 +25,7 @@ from engine.data.chats.chat import encode_chat, own_template
 from engine.data.chats.examples import parse_messages
 from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.sampling import row_seeds
-from engine.generation.text_batch import TextBatch, Token, banned_tokens
+from engine.generation.text_batch import TextBatch, TextRequest, Token, banned_tokens
 from engine.generation.text_generator import TextGenerator
 from engine.generation.text_stream import TextStream
 from engine.serving.openai_format import (
@@ -47,7 +47,7 @@ from engine.serving.server import (
     refuse_foreign,
     to_api_error,
 )
-from engine.serving.worker import BatchWorker, ClientRequest
+from engine.serving.worker import BatchWorker
 
 MAX_ROWS = 32  # texts that are decoded together
 MAX_WAITING_TEXTS = 1024
@@ -182,7 +182,7 @@ class Api:
 
     def make_requests(
         self, settings: AnySettings, prompts: list[list[int]], arrivals: Arrivals
-    ) -> list[ClientRequest]:
+    ) -> list[TextRequest]:
         """Return a request for each choice of each prompt. Raises ApiError if one is too long."""
         limit = self.context_length if settings.max_tokens == -1 else settings.max_tokens
         seed = secrets.randbits(32) if settings.seed == -1 else settings.seed
@@ -194,7 +194,7 @@ class Api:
 
         ends = self.generator.ends
         all_prompts = [prompt for prompt in prompts for _ in range(settings.n)]
-        requests: list[ClientRequest] = []
+        requests: list[TextRequest] = []
         for prompt, row_seed in zip(all_prompts, row_seeds(seed, all_prompts), strict=True):
             room = self.context_length - len(prompt)
             if room < min(1, limit):
@@ -202,13 +202,13 @@ class Api:
                 size = f"the context has {self.context_length} tokens (got {len(prompt)})"
                 code = "context_length_exceeded"
                 raise ApiError(f"{name}: too long: {size}", param=name, code=code)
-            request = ClientRequest(
+            request = TextRequest(
                 TextStream(self.tokenizer, prompt, min(limit, room), settings.stop, ends),
                 row_seed,
                 settings.sampling,
+                partial(receive, len(requests)),
                 settings.num_logprobs,
                 settings.echo,
-                receive=partial(receive, len(requests)),
             )
             requests.append(request)
         return requests
@@ -220,7 +220,7 @@ async def report_health(request: Request) -> Response:
 
 
 async def write_answer(
-    form: AnswerFormat, requests: list[ClientRequest], arrivals: Arrivals
+    form: AnswerFormat, requests: list[TextRequest], arrivals: Arrivals
 ) -> AsyncGenerator[str, None]:
     """Yield an answer as JSON, or the events of a stream, with an error after the first of them.
 

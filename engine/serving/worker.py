@@ -5,21 +5,12 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from engine.core.cli import describe_error
-from engine.generation.text_batch import TextBatch, TextRequest, Token, next_group
+from engine.generation.text_batch import TextBatch, TextRequest
 
 MAX_PREFILL_TOKENS = 256  # of a prompt between two steps; with fewer a prompt takes longer
-
-
-@dataclass(eq=False, kw_only=True)
-class ClientRequest(TextRequest):
-    """A request, and a function that receives its tokens and then None, or an error."""
-
-    receive: Callable[[Token | Exception | None], None]
 
 
 class BatchWorker:
@@ -34,12 +25,12 @@ class BatchWorker:
         """Prepare the worker. Its thread starts at the first request."""
         self.batch = batch
         self.max_waiting = max_waiting
-        self.waiting: deque[Any] = deque()  # of ClientRequest
+        self.waiting: deque[TextRequest] = deque()
         self.condition = threading.Condition()  # notified of new requests, and of the stop
         self.is_stopping = False
         self.thread: threading.Thread | None = None
 
-    def submit(self, requests: Sequence[ClientRequest]) -> None:
+    def submit(self, requests: Sequence[TextRequest]) -> None:
         """Enqueue requests, all or none. Raises queue.Full if there is no room for them."""
         with self.condition:
             self._drop_cancelled()
@@ -68,26 +59,21 @@ class BatchWorker:
                 if self.is_stopping:
                     return
                 self._drop_cancelled()
-                has_next = self.waiting and batch.num_free_rows
-                group = next_group(self.waiting, batch.num_free_rows) if has_next else []
-            if group:
-                self._deliver(partial(batch.add, group), group)
+                batch.add(self.waiting)
             if batch.unread:
-                self._deliver(partial(batch.read, MAX_PREFILL_TOKENS), batch.unread)
-            self._deliver(batch.step, batch.requests)
+                self._attempt(partial(batch.read, MAX_PREFILL_TOKENS), batch.unread)
+            self._attempt(batch.step, batch.requests)
 
     def _drop_cancelled(self) -> None:
         self.waiting = deque(request for request in self.waiting if not request.is_cancelled)
 
-    def _deliver(self, action: Callable[[], Any], requests: Sequence[Any]) -> None:
-        """Send the tokens that an action returns, or else its error to all of the requests."""
+    def _attempt(self, action: Callable[[], None], requests: Sequence[TextRequest]) -> None:
+        """Call an action; if it fails, end its requests with the error, and continue."""
         try:
-            events = action() or ()
-        except Exception as error:  # the server continues
+            action()
+        except Exception as error:
             if describe_error(error) is None:
                 logging.getLogger(__name__).exception("decoding failed")
-            events = [(request, error) for request in requests]
             for request in requests:
                 request.is_cancelled = True
-        for request, arrival in events:
-            request.receive(arrival)
+                request.receive(error)

@@ -65,7 +65,7 @@ def test_the_choice_has_the_highest_log_likelihood_per_byte(separator, tmp_path)
             ratings[choice] = -loss / len(choice)
         best, second, *_ = sorted(ratings.values(), reverse=True)
         assert best - second > 1e-5
-        assert ratings[choose(GENERATOR.decoder, LETTERS, question)] == best
+        assert ratings[choose(GENERATOR.decoder, question)] == best
 
 
 def test_a_prompt_longer_than_the_context_loses_its_beginning(tmp_path):
@@ -75,7 +75,7 @@ def test_a_prompt_longer_than_the_context_loses_its_beginning(tmp_path):
         path = write_lines(tmp_path / "in.jsonl", [record])
         rows += encode_questions(read_lines(path), GENERATOR)
     assert len(rows[0].prompt) > GENERATOR.model.config.context_length
-    assert choose(GENERATOR.model, LETTERS, rows[0]) == choose(GENERATOR.model, LETTERS, rows[1])
+    assert choose(GENERATOR.model, rows[0]) == choose(GENERATOR.model, rows[1])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 from collections import deque
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from engine.generation import decoding_engine, text_batch
 from engine.generation.beam_search import search_text
 from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.sampling import row_seeds
-from engine.generation.text_batch import Event, TextBatch, TextRequest, Token
+from engine.generation.text_batch import TextBatch, TextRequest, Token
 from engine.generation.text_stream import TextStream
 from engine.nn.inference import build_decoder
 
@@ -38,37 +39,36 @@ def draw_request(draw: random.Random, **changes: Any) -> TextRequest:
     stream = TextStream(LETTERS, prompt, limit, changes.pop("stop", draw.choice([(), "ab"])))
     penalty = changes.pop("repetition_penalty", draw.choice([1.0, 1.3, 2.0]))
     options = {"repetition_penalty": penalty, **draw.choice(FILTERS)}
-    return TextRequest(stream, row_seeds(SEED, [prompt])[0], options, **changes)
+    return TextRequest(stream, row_seeds(SEED, [prompt])[0], options, [].append, **changes)
 
 
 def run(
     batch: TextBatch, requests: list[TextRequest], max_tokens: int = 9, cancelling: Any = None
-) -> list[Event]:
-    """Decode requests until all have ended. With random numbers, some are canceled."""
-    events: list[Event] = []
+) -> dict[TextRequest, list[Any]]:
+    """Return what each request receives until all end. With random numbers, some are canceled."""
+    arrivals: dict[TextRequest, list[Any]] = {request: [] for request in requests}
+
+    def receive(request: TextRequest, arrival: Any) -> None:
+        assert not (isinstance(arrival, Token) and request.is_cancelled)
+        arrivals[request].append(arrival)
+
+    for request in requests:
+        request.receive = partial(receive, request)
     waiting = deque(requests)
     while waiting or batch.unread or batch.requests:
-        new = []
-        if waiting and batch.num_free_rows:
-            batch.add(text_batch.next_group(waiting, batch.num_free_rows))
-        new += batch.read(max_tokens) if batch.unread else []
+        batch.add(waiting)
+        if batch.unread:
+            batch.read(max_tokens)
         texts = [request for request in batch.unread if not request.stream.is_finished]
         assert len(batch.requests) + len(texts) <= batch.max_rows
-        new += batch.step()
+        batch.step()
         assert len(batch.engine.rows) == len(batch.requests) + bool(batch.unread)
-        assert not any(request.is_cancelled for request, token in new if isinstance(token, Token))
-        events += new
         if cancelling and cancelling.random() < 0.1:
             cancelling.choice([*batch.requests, *batch.unread, *requests]).is_cancelled = True
-    return events
+    return arrivals
 
 
-def arrivals_of(request: TextRequest, events: list[Event]) -> list[Any]:
-    return [arrival for receiver, arrival in events if receiver is request]
-
-
-def text_of(request: TextRequest, events: list[Event]) -> str:
-    tokens = arrivals_of(request, events)
+def text_of(tokens: list[Any]) -> str:
     return "".join(token.text for token in tokens if isinstance(token, Token))
 
 
@@ -95,10 +95,9 @@ def test_texts_of_requests_that_join_leave_and_fail_in_a_batch_are_those_alone(
     failing = draw_request(draw, prompt=[1, 2], limit=9, repetition_penalty=math.nan)
     requests += [draw_request(draw, prompt=[1, 2]), failing, draw_request(draw, prompt=[1, 2])]
     batch = TextBatch(DecodingEngine(build_decoder(model)), max_rows, BANNED)
-    events = run(batch, requests, max_tokens, draw if are_cancelled else None)
-    for request in requests:
-        arrivals = arrivals_of(request, events)
-        text = text_of(request, events)
+    received = run(batch, requests, max_tokens, draw if are_cancelled else None)
+    for request, arrivals in received.items():
+        text = text_of(arrivals)
         if request is failing:
             assert text == "" and (are_cancelled or isinstance(arrivals[0], UserError))
         elif request.is_cancelled:
@@ -130,11 +129,10 @@ def test_a_text_whose_logits_are_not_finite_ends_alone(plain_steps, kind):
         model.token_embedding.weight.data[35] = torch.nan  # an id that no text has
     else:
         model.register_forward_hook(spoil)
-    events = run(batch, requests)
-    *tokens, error = arrivals_of(requests[1], events)
+    first, (*tokens, error), last = run(batch, requests).values()
     assert bool(tokens) == (kind != "prompt") and isinstance(error, UserError)
-    for index in (0, 2):  # of a prompt, the last one has the row of the second
-        assert text_of(requests[index], events) == expected[index]
+    assert text_of(first) == expected[0]
+    assert text_of(last) == expected[2]  # of a prompt, it has the row of the second
 
 
 def test_logprobs_are_those_of_the_model_and_the_same_for_a_text_and_for_its_echo():
@@ -143,7 +141,7 @@ def test_logprobs_are_those_of_the_model_and_the_same_for_a_text_and_for_its_ech
     options = {"stop": (), "repetition_penalty": 1.5, "reports_prompt": True}
     request = draw_request(draw, prompt=[1, 2, 3, 4, 5], limit=9, num_logprobs=3, **options)
     batch = TextBatch(DecodingEngine(model), 2, BANNED)
-    tokens = arrivals_of(request, run(batch, [request, draw_request(draw)]))[:-1]
+    tokens = run(batch, [request, draw_request(draw)])[request][:-1]
     ids = [token.id for token in tokens]
     assert ids[:5] == [1, 2, 3, 4, 5] and [token.offset for token in tokens] == [*range(14)]
     assert "".join(token.text for token in tokens) == LETTERS.decode(ids)
@@ -156,7 +154,7 @@ def test_logprobs_are_those_of_the_model_and_the_same_for_a_text_and_for_its_ech
         assert (token.id, token.logprob) in token.top_logprobs
         assert not {*BANNED} & {token_id for token_id, _ in token.top_logprobs}
     echo = draw_request(draw, prompt=ids, limit=0, num_logprobs=0, **options)
-    first, *rest, end = arrivals_of(echo, run(batch, [echo], 2))
+    first, *rest, end = run(batch, [echo], 2)[echo]
     assert (first.logprob, first.top_logprobs, tokens[0].logprob, end) == (None, [], None, None)
     scores = [token.logprob for token in tokens[1:]]
     assert [token.logprob for token in rest] == pytest.approx(scores, abs=1e-4)
@@ -173,12 +171,13 @@ def test_offsets_are_those_of_the_text_also_if_the_tokenizer_adds_a_space(prompt
     word = next(token for token, piece in pieces.items() if piece.startswith(b" "))
     model = random_model(dataclasses.replace(SMALL, vocab_size=tokenizer.vocab_size))
     batch = TextBatch(DecodingEngine(model), 1, banned=[*pieces.keys() - {word}])
-    request = TextRequest(TextStream(tokenizer, ids, 3), 0, {}, reports_prompt=reports_prompt)
-    events = run(batch, [request])
+    stream = TextStream(tokenizer, ids, 3)
+    request = TextRequest(stream, 0, {}, [].append, reports_prompt=reports_prompt)
+    (*tokens, _) = run(batch, [request])[request]
     text = (pieces[word] * 3).decode()[prompt == "</s>" :]
-    assert text_of(request, events) == (prompt + text if reports_prompt else text)
-    lengths = [len(token.text) for _, token in events if token]
-    offsets = [token.offset for _, token in events if token]
+    assert text_of(tokens) == (prompt + text if reports_prompt else text)
+    lengths = [len(token.text) for token in tokens]
+    offsets = [token.offset for token in tokens]
     assert offsets == [sum(lengths[:index]) for index in range(len(offsets))]
 
 

@@ -13,9 +13,9 @@ from engine.core.errors import UserError
 from engine.data.tokenizer import CharTokenizer
 from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.sampling import row_seeds
-from engine.generation.text_batch import TextBatch, Token, complete_streams
+from engine.generation.text_batch import TextBatch, TextRequest, Token, complete_streams
 from engine.generation.text_stream import TextStream
-from engine.serving.worker import BatchWorker, ClientRequest
+from engine.serving.worker import BatchWorker
 
 LETTERS = CharTokenizer("abcdefghijklmnopqrstuvwxyzABCDEFGHIJK")
 
@@ -28,7 +28,7 @@ class Client:
         self.arrivals: queue.SimpleQueue[Token | Exception | None] = queue.SimpleQueue()
         (seed,) = row_seeds(1, [self.settings[1]])
         stream = TextStream(*self.settings)
-        self.request = ClientRequest(stream, seed, {}, receive=self.arrivals.put, **options)
+        self.request = TextRequest(stream, seed, {}, self.arrivals.put, **options)
 
     def has_text_alone(self, model) -> bool:
         """Return whether the text is the one without other clients. Raises a received error."""
@@ -81,7 +81,9 @@ def test_an_error_goes_to_the_requests_it_concerns_and_the_thread_continues(
         effects = [DEFAULT, error, DEFAULT, DEFAULT]
         worker.batch.engine.add = Mock(wraps=worker.batch.engine.add, side_effect=effects)
     else:
-        failing.request.stream.push = Mock(side_effect=[*["a"] * num_tokens, error])
+        stream = failing.request.stream
+        effects = [*[DEFAULT] * num_tokens, error]
+        stream.push = Mock(wraps=stream.push, side_effect=effects)
     worker.submit([client.request for client in (first, failing, second)])
     with pytest.raises(type(error)):
         failing.has_text_alone(worker.batch.engine.model)
