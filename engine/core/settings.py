@@ -9,7 +9,6 @@ import re
 import sys
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -175,7 +174,7 @@ def to_toml(config: Any) -> str:
 def build(cls: type[Config], values: Mapping[str, Any]) -> Config:
     """Return the dataclass with the given fields, by bare name, also in nested ones.
 
-    The others have their defaults. Raises UserError if a field without a default is missing.
+    The others have their defaults.
     """
     arguments: dict[str, Any] = {}
     for name, hint in get_type_hints(cls).items():
@@ -183,9 +182,6 @@ def build(cls: type[Config], values: Mapping[str, Any]) -> Config:
             arguments[name] = build(cast(type, hint), values)
         elif name in values:
             arguments[name] = values[name]
-    for field in dataclasses.fields(cast(Any, cls)):
-        if field.name not in arguments and field.default is field.default_factory is MISSING:
-            raise UserError(f"{field.name}: missing.")
     return cls(**arguments)
 
 

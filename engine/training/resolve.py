@@ -31,7 +31,7 @@ from model import GPT, ModelConfig
 
 # Changing these settings changes no result.
 SETTINGS_IGNORED_ON_RESUME = {"data", "out", "wandb", "verify_data", "keep_checkpoints", "base"}
-SIZES = ("num_layers", "num_heads", "d_model", "context_length", "batch_size")
+SIZE_SETTINGS = ("num_layers", "num_heads", "d_model", "context_length", "batch_size")
 # Tokens of context without --context-length.
 MIN_EXAMPLE_CONTEXT = 256
 MAX_CHOSEN_CONTEXT = 1024  # longer examples of a base model fit too
@@ -107,7 +107,7 @@ def print_default_sizes(typed: TrainConfig, config: TrainConfig) -> None:
     """Print the sizes that are defaults, not chosen for the data, since another size is typed."""
     typed_values = set_values(typed)
     values = set_values(config)
-    sizes = [f"{name} {values[name]}" for name in SIZES if name not in typed_values]
+    sizes = [f"{name} {values[name]}" for name in SIZE_SETTINGS if name not in typed_values]
     if sizes:
         say(f"sizes that are not chosen, as others are set: {', '.join(sizes)}")
 
