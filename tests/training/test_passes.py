@@ -4,6 +4,7 @@ import math
 import tomllib
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from helpers import (
     read_lines,
     train_tiny,
 )
+from imitation import imitate_graphs
 from torch._dynamo.testing import CompileCounter
 
 import train
@@ -34,6 +36,16 @@ def run_twice(data, folder, *flags, **options) -> list:
     for name, capture in (("captured", "--capture"), ("plain", "--no-capture")):
         train_tiny(data, folder / name, *flags, capture, **options)
     return [folder / "captured", folder / "plain"]
+
+
+@pytest.fixture(scope="module")
+def plain_run(numbers, tmp_path_factory) -> Path:
+    """A run with FLAGS whose steps are not captured, where they could be."""
+    out = tmp_path_factory.mktemp("plain") / "run"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        imitate_graphs(monkeypatch)
+        train_tiny(numbers, out, *FLAGS, "--no-capture")
+    return out
 
 
 @pytest.fixture
@@ -66,13 +78,12 @@ def test_a_captured_run_is_a_plain_run(captures, numbers, tmp_path, flags, is_ca
         assert logged(runs[0], "skipped_steps")[12] == logged(runs[1], "skipped_steps")[12] == 1
 
 
-def test_a_run_resumes_bit_for_bit_with_and_without_capture(graphs, numbers, tmp_path):
-    train_tiny(numbers, tmp_path / "uninterrupted", *FLAGS)
+def test_a_run_resumes_bit_for_bit_with_and_without_capture(graphs, numbers, plain_run, tmp_path):
     for flags, step in (([], 5), (["--resume"], 9), (["--resume"], math.inf)):
         capture = "--capture" if step == 9 else "--no-capture"
         stop = StopAfter(step)
         train_tiny(numbers, tmp_path / "stopped", *FLAGS, *flags, capture, should_stop=stop)
-    assert_same_run(tmp_path / "stopped", tmp_path / "uninterrupted")
+    assert_same_run(tmp_path / "stopped", plain_run)
 
 
 def test_all_lengths_of_examples_are_compiled_at_once(graphs, tmp_path, counter):
@@ -157,10 +168,11 @@ def test_replayed_gradients_that_differ_do_not_change_a_step(
 
 
 def test_replayed_updates_that_differ_are_found_before_the_first_step(
-    graphs, numbers, tmp_path, monkeypatch, capsys
+    graphs, numbers, plain_run, tmp_path, monkeypatch, capsys
 ):
     spoil_replays(monkeypatch, "update", spoil_weight)
-    assert_same_run(*run_twice(numbers, tmp_path, *FLAGS))
+    train_tiny(numbers, tmp_path, *FLAGS)
+    assert_same_run(tmp_path, plain_run)
     errors = capsys.readouterr().err
     assert errors.count("warning") == 1 and "--no-capture" in errors and "head.weight" in errors
 
@@ -195,7 +207,7 @@ def counter(monkeypatch):
 
 
 def test_training_continues_without_a_compiler_that_fails_at_any_time(
-    graphs, numbers, tmp_path, monkeypatch, capsys
+    graphs, numbers, plain_run, tmp_path, monkeypatch, capsys
 ):
     calls = []
 
@@ -209,10 +221,8 @@ def test_training_continues_without_a_compiler_that_fails_at_any_time(
         return compiled
 
     monkeypatch.setattr(torch, "compile", compile_for_some_calls)
-    flags = [*FLAGS, "--compile"]
-    train_tiny(numbers, tmp_path / "compiled", *flags, "--no-capture")
-    train_tiny(numbers, tmp_path / "plain", *FLAGS, "--no-capture")
-    assert_same_run(tmp_path / "compiled", tmp_path / "plain")
+    train_tiny(numbers, tmp_path, *FLAGS, "--compile", "--no-capture")
+    assert_same_run(tmp_path, plain_run)
     errors = capsys.readouterr().err
     assert errors.count("warning") == 1 and "the compiler failed" in errors
 
