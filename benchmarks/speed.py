@@ -39,7 +39,7 @@ from engine.core.errors import UserError
 from engine.core.settings import parse
 from engine.data.batches import Batches
 from engine.data.split import BatchSpec, Split
-from engine.data.tokenizer import HuggingFaceTokenizer
+from engine.data.tokenizer import Tokenizer
 from engine.data.tokenizer_json import SPLIT_PATTERNS
 from engine.data.tokenizer_training import DEFAULT_PATTERN, train_bpe_tokenizer
 from engine.generation.decoding_engine import DecodingEngine
@@ -276,7 +276,7 @@ class Bench:
         runners: dict[str, Callable[[str], Any]] = {
             "ours": tokenizer.encode,
             "tiktoken": encoding.encode_to_numpy,
-            "tokenizers": HuggingFaceTokenizer(tokenizer.document).encode,
+            "tokenizers": Tokenizer(tokenizer.document).encode,
         }
 
         def encode(run: Callable[[str], Any], num_threads: int) -> None:

@@ -29,16 +29,13 @@ TokenIds = Sequence[int] | np.ndarray
 
 
 class Tokenizer:
-    """A tokenizer.json, run by ``tokenizers`` unless a subclass has a faster way.
+    """A tokenizer.json of any kind, run by ``tokenizers``; subclasses run three kinds faster.
 
     ``special_tokens`` maps names to ids; text never becomes one of them, except an ``unk_token``.
     """
 
     # Whether the pieces of a text cut between words encode to the ids of the uncut text.
-    can_encode_pieces = True
-    # Whether encode puts a space before the text, which decode removes again (SentencePiece).
-    adds_leading_space = False
-    is_space_first_only = False  # whether it does so at the start only, not after a special token
+    can_encode_pieces = False
     folder: Path | None = None  # of the file that it was loaded from
 
     def __init__(self, document: Document):
@@ -68,6 +65,9 @@ class Tokenizer:
         self.bos_token: str = extension.get("bos_token", [*start_names, self.end_of_text_name][0])
         ends = [self.end_of_text_id, *map(int, extension.get("stop_token_ids", "").split())]
         self.stop_token_ids = [number for number in ends if number is not None]  # of any text
+        # Whether a space is added at the start only, not after a special token, too.
+        words = json.dumps(document.get("pre_tokenizer"))
+        self.is_space_first_only = '"prepend_scheme": "first"' in words
 
     @functools.cached_property
     def content(self) -> bytes:
@@ -106,9 +106,22 @@ class Tokenizer:
         return load_tokenizers(self.document)
 
     @functools.cached_property
+    def letter_ids(self) -> list[int]:
+        """The ids of the letter a; none if the vocabulary lacks it."""
+        with contextlib.suppress(UserError):
+            return self.encode("a").tolist()
+        return []
+
+    @functools.cached_property
+    def adds_leading_space(self) -> bool:
+        """Whether encode puts a space before the text, which decode removes (SentencePiece)."""
+        return not self.can_encode_pieces and self.decode_bytes(self.letter_ids).startswith(b" ")
+
+    @functools.cached_property
     def without_space(self) -> "Tokenizer":
         """The tokenizer that puts no space before a text, for one that follows other text."""
-        return self
+        changed = tokenizer_json.without_leading_space(self.document)
+        return Tokenizer(changed) if self.adds_leading_space else self
 
     def adds_space_after(self, before: int | None) -> bool:
         """Return whether a text after this id begins with an added space; None: at the start."""
@@ -121,7 +134,24 @@ class Tokenizer:
 
         A single id may be a fraction of a character.
         """
+        new = [number for number in map(int, ids) if number not in self.bytes_of_id]
+        self.bytes_of_id.update((number, self._bytes_of(number)) for number in new)
         return b"".join([self.bytes_of_id[number] for number in ids])
+
+    def _bytes_of(self, number: int) -> bytes:
+        text = self.runner.id_to_token(number)
+        if text is None:
+            raise KeyError(number)
+        decoder = json.dumps(self.document.get("decoder"))
+        if '"ByteLevel"' in decoder and tokenizer_json.BYTE_OF_CHARACTER.keys() >= {*text}:
+            return tokenizer_json.from_byte_level(text)
+        if '"ByteFallback"' in decoder and re.fullmatch("<0x[0-9A-F]{2}>", text):
+            return bytes.fromhex(text[3:5])
+        # Decoders remove the space before the first token, so decode it as the second one.
+        first = self.letter_ids[-1:]
+        before = self.runner.decode(first, skip_special_tokens=False)
+        both = self.runner.decode([*first, number], skip_special_tokens=False)
+        return both[len(before) :].encode()
 
     def decode(self, ids: TokenIds) -> str:
         """Return the text of the ids, where invalid UTF-8 becomes U+FFFD, without its start."""
@@ -162,6 +192,8 @@ class Tokenizer:
 class CharTokenizer(Tokenizer):
     """One id for each character, numbered in order."""
 
+    can_encode_pieces = True
+
     def __init__(self, characters: str, document: Document | None = None):
         super().__init__(document or tokenizer_json.char_document(characters, {}))
         self.kind = "char"
@@ -188,6 +220,8 @@ class CharTokenizer(Tokenizer):
 class ByteTokenizer(Tokenizer):
     """The 256 bytes of UTF-8 and special tokens."""
 
+    can_encode_pieces = True
+
     def __init__(self, document: Document | None = None):
         super().__init__(document or tokenizer_json.byte_document({END_OF_TEXT: 256}))
         self.kind = "byte"
@@ -195,46 +229,6 @@ class ByteTokenizer(Tokenizer):
 
     def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
-
-
-class HuggingFaceTokenizer(Tokenizer):
-    """Any other tokenizer.json: SentencePiece-like BPE and Unigram, WordPiece."""
-
-    can_encode_pieces = False
-
-    def __init__(self, document: Document):
-        super().__init__(document)
-        words = json.dumps(document.get("pre_tokenizer"))
-        self.is_space_first_only = '"prepend_scheme": "first"' in words
-        letter: list[int] = []
-        with contextlib.suppress(ValueError):  # of a vocabulary without the letter
-            letter = encode_by_tokenizers(self.runner, ["a"])[0].tolist()
-        self.context = letter[-1:]  # an id to decode others after, see _bytes_of
-        self.adds_leading_space = self.decode_bytes(letter).startswith(b" ")
-
-    @functools.cached_property
-    def without_space(self) -> Tokenizer:
-        changed = tokenizer_json.without_leading_space(self.document)
-        return HuggingFaceTokenizer(changed) if self.adds_leading_space else self
-
-    def decode_bytes(self, ids: TokenIds) -> bytes:
-        new = [number for number in map(int, ids) if number not in self.bytes_of_id]
-        self.bytes_of_id.update((number, self._bytes_of(number)) for number in new)
-        return super().decode_bytes(ids)
-
-    def _bytes_of(self, number: int) -> bytes:
-        text = self.runner.id_to_token(number)
-        if text is None:
-            raise KeyError(number)
-        decoder = json.dumps(self.document.get("decoder"))
-        if '"ByteLevel"' in decoder and tokenizer_json.BYTE_OF_CHARACTER.keys() >= {*text}:
-            return tokenizer_json.from_byte_level(text)
-        if '"ByteFallback"' in decoder and re.fullmatch("<0x[0-9A-F]{2}>", text):
-            return bytes.fromhex(text[3:5])
-        # Decoders remove the space before the first token, so decode it as the second one.
-        before = self.runner.decode(self.context, skip_special_tokens=False)
-        both = self.runner.decode([*self.context, number], skip_special_tokens=False)
-        return both[len(before) :].encode()
 
 
 class BPETokenizer(Tokenizer):
@@ -294,7 +288,7 @@ def from_document(document: Document) -> Tokenizer:
     elif tokenizer_json.is_byte_level(document):
         tokenizer = BPETokenizer(document)
     else:
-        tokenizer = HuggingFaceTokenizer(document)
+        tokenizer = Tokenizer(document)
     can_lack_end = tokenizer.kind == "char" and tokenizer.end_of_text_name == END_OF_TEXT
     if tokenizer.end_of_text_id is None and not can_lack_end:
         raise UserError(f"the end of text, {tokenizer.end_of_text_name!r}, is not a special token")
