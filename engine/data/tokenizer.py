@@ -89,6 +89,7 @@ class Tokenizer:
 
     def load_runner(self) -> None:
         """Load the library that encodes many texts, before threads do; ids stay the same."""
+        self.encode_batch([])
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the token ids of each text: see :meth:`encode`."""
@@ -289,6 +290,7 @@ def from_document(document: Document) -> Tokenizer:
         tokenizer = BPETokenizer(document)
     else:
         tokenizer = Tokenizer(document)
+        tokenizer.load_runner()  # raises an error here rather than when it encodes
     can_lack_end = tokenizer.kind == "char" and tokenizer.end_of_text_name == END_OF_TEXT
     if tokenizer.end_of_text_id is None and not can_lack_end:
         raise UserError(f"the end of text, {tokenizer.end_of_text_name!r}, is not a special token")

@@ -489,6 +489,14 @@ def test_a_malformed_file_is_refused_by_name(path: list, value: Any, llama3: str
         load(document, tmp_path, END_OF_LLAMA3)
 
 
+def test_a_file_that_runs_only_with_its_special_tokens_is_refused(tmp_path: Path):
+    vocab = {"<": 0, "b": 1, "<b": 2}
+    document = json.loads(tokenizers.Tokenizer(models.BPE(vocab, [("<", "b")])).to_str())
+    document["added_tokens"] = [{"id": 2, "content": "<b", **FLAGS}]
+    with pytest.raises(UserError, match=r"tokenizer\.json: is not a usable .*<b"):
+        load(document, tmp_path, "<b")
+
+
 REGEX = [*WORDS, 0, "pattern", "Regex"]
 EMPTY = {"type": "Replace", "pattern": {"Regex": ""}, "content": "x"}
 ODD_STEPS = [
