@@ -8,7 +8,6 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -65,25 +64,20 @@ class EncodingRule:
 def encode_batch(
     unit: Unit, documents: Sequence[Document], rule: EncodingRule, tokenizer: Tokenizer
 ) -> Batch:
-    """Split, hash and encode documents, of which the pieces of one may be joined first."""
-    batch = Batch(unit, np.zeros(len(documents), corpus.TEXT_DTYPE))
-    numbers: list[int] = []  # of the document of each piece to encode
-    pieces: list[Piece] = []
-    pending: list[Piece] = []  # of one document
+    """Split, hash and encode documents; the pieces of one are joined first."""
+    numbered: list[tuple[int, Piece]] = []  # with the number of the document's first piece here
     rows = []
+    first = 0
     for number, document in enumerate(documents):
         digest = corpus.digest_of(document)
-        pending += rule.split_rule.pieces(document, digest, unit.split)
         rows.append((digest[corpus.HASH_BYTES], 0, document.ends_document))
-        if document.ends_document or tokenizer.can_encode_pieces:
-            joined = pending if len(pending) == 1 else join_pieces(pending)
-            pieces += joined
-            numbers += [number] * len(joined)
-            pending = []
-    batch.texts[:] = rows
-    for number, piece, examples in zip(
-        numbers, pieces, encode_pieces(tokenizer, pieces, rule), strict=True
-    ):
+        first = number if document.offset == 0 else first
+        pieces = rule.split_rule.pieces(document, digest, unit.split)
+        numbered += [(first, piece) for piece in pieces]
+    batch = Batch(unit, np.array(rows, corpus.TEXT_DTYPE))
+    numbers, joined = join_pieces(numbered)
+    encoded = encode_pieces(tokenizer, joined, rule)
+    for number, piece, examples in zip(numbers, joined, encoded, strict=True):
         for index, text in enumerate(examples, 1):
             ends = piece.ends_document and index == len(examples)
             batch.encoded.append(EncodedText(piece.split, *text, ends, documents[number].source))
@@ -97,13 +91,15 @@ def encode_batch(
     return batch
 
 
-def join_pieces(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return one piece for each split of a document."""
+def join_pieces(numbered: Sequence[tuple[int, Piece]]) -> tuple[list[int], list[Piece]]:
+    """Join the pieces of each document and split; return the documents' numbers and the pieces."""
+    numbers = []
     joined = []
-    for split, group in itertools.groupby(pieces, key=attrgetter("split")):
-        _, texts, starts, ends = zip(*group, strict=True)
+    for (number, split), group in itertools.groupby(numbered, lambda pair: (pair[0], pair[1][0])):
+        _, texts, starts, ends = zip(*(piece for _, piece in group), strict=True)
+        numbers.append(number)
         joined.append(Piece(split, "".join(texts), starts[0], ends[-1]))
-    return joined
+    return numbers, joined
 
 
 def encode_pieces(

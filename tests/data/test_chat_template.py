@@ -227,6 +227,15 @@ def ids_of(tokenizer: Tokenizer, turns: list) -> list[int]:
     return token_ids(example).tolist()
 
 
+def find_targets(tokenizer: Tokenizer, turns: list) -> list[str]:
+    """Return the text of each run of targets in the examples of a chat."""
+    texts = []
+    for example in encode_examples(tokenizer, turns):
+        pieces = np.split(example, np.flatnonzero(np.diff(example >= 0)) + 1)
+        texts += [tokenizer.decode(piece.tolist()) for piece in pieces if piece[0] >= 0]
+    return texts
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_chats_have_the_ids_and_targets_of_transformers(
     family: str, words: Tokenizer, tmp_path: Path
@@ -313,9 +322,9 @@ def test_tools_are_written_as_transformers_writes_them_or_named(
         offered = TOOLS * (2 if tools == TOOLS * 2 else 1) if is_written else None
         parsed = [message for message in to_messages(turns) if message["role"] != "tools"]
         chat = exported.apply_chat_template(parsed, offered, return_dict=False)
-        example = encode_examples(tokenizer, json.loads(json.dumps(turns)))[0]
-        assert [max(token, ~token) for token in example.tolist()] == chat
-        assert (example >= 0).sum() > messages.count(ANSWER)
+        turns = json.loads(json.dumps(turns))
+        assert ids_of(tokenizer, turns) == chat
+        assert find_targets(tokenizer, turns).count("2<|im_end|>") == messages.count(ANSWER)
         if is_written:
             prompt = [*turns[:-1], ("user", "a <|im_end|>")]
             shorter, _ = fit_chat(tokenizer, prompt, len(encode_chat(tokenizer, prompt)) + 7, 8)
@@ -554,10 +563,7 @@ def test_one_chat_template_is_taken_and_several_are_refused(templates, words, tm
 
 # Templates of every kind: ids, targets, and where a model stops.
 
-PROMPT = "{%% if add_generation_prompt %%}%s{%% endif %%}"
-EACH = "{%% for m in messages %%}%s{%% endfor %%}"
 HEADING = "{{ '### ' + m.role + ': ' + m.content + '\\n' }}"
-VICUNA = EACH % HEADING + PROMPT % "### assistant: "
 ALPACA = (
     "{% if m.role == 'system' %}{{ m.content + '\\n\\n' }}"
     "{% else %}{{ '### ' + ('Instruction' if m.role == 'user' else 'Response') + ':\\n' }}"
@@ -569,83 +575,52 @@ THINKING = (
     "{% else %}" + HEADING + "{% endif %}"
 )
 CALLS = (
+    "{{ tools if tools and loop.first else '' }}"
     "{{ '### ' + m.role + ': ' + m.content }}{% for call in m.tool_calls or [] %}"
     "{{ 'call ' + call.function.name + (call.function.arguments | tojson) }}{% endfor %}{{ '\\n' }}"
 )
 TAGGED = "{{ '<|' + m.role + '|>' + m.content }}"
-# Name → template, and the ends of two answers: the first is followed by a question.
+LAST_END = "{% if m.role == 'user' or loop.last %}<|end|>{% endif %}"
+BRACKETS = "{{ '[' + m.role + '] ' + m.content }}{% if loop.last %}<|end|>{% endif %}"
+LINES = "{{ m.role + '\\n' + m.content + '\\n--end--\\n' }}"
+ROUNDS = "{{ '[' + (loop.index | string) + '] ' + m.content + '\\n' }}"
+UNPROMPTED = "### assistant: {}\n"
+# Name → what is written for a message m, the generation prompt, and the targets of an answer that
+# precedes a question, and of the last answer where they differ.
 TEMPLATES = {
-    "token": (EACH % (TAGGED + "<|end|>") + PROMPT % "<|assistant|>", "<|end|>", "<|end|>"),
-    "token, no prompt": (EACH % (TAGGED + "<|end|>"), "<|end|>", "<|end|>"),
-    "next token": (EACH % TAGGED + PROMPT % "<|assistant|>", "<|user|>", "<|endoftext|>"),
-    "last token": (
-        EACH % (TAGGED + "{% if m.role == 'user' or loop.last %}<|end|>{% endif %}")
-        + PROMPT % "<|assistant|>",
-        "<|end|>",
-        "<|end|>",
-    ),
-    "words and last token": (
-        EACH % ("{{ '[' + m.role + '] ' + m.content }}{% if loop.last %}<|end|>{% endif %}")
-        + PROMPT % "[assistant] ",
-        "<|end|>",
-        "<|end|>",
-    ),
-    "words and token": (
-        EACH % ("{{ m.role + '\\n' + m.content + '\\n##<|end|>\\n' }}") + PROMPT % "assistant\n",
-        "\n##<|end|>",
-        "\n##<|end|>",
-    ),
-    "words": (VICUNA, "\n### user:", "\n<|endoftext|>"),
-    "words, no prompt": (EACH % HEADING, "\n### user:", "\n<|endoftext|>"),
-    "instructions": (
-        EACH % ALPACA + PROMPT % "### Response:\n",
-        "\n\n### Instruction:",
-        "\n\n<|endoftext|>",
-    ),
-    "thinking": (
-        EACH % THINKING + PROMPT % "### assistant: ",
-        "\n<|endoftext|>",
-        "\n<|endoftext|>",
-    ),
-    "tools": (
-        "{{ tools or '' }}" + EACH % CALLS + PROMPT % "### assistant: ",
-        "\n### user:",
-        "\n<|endoftext|>",
-    ),
-    "end line": (
-        EACH % ("{{ m.role + '\\n' + m.content + '\\n--end--\\n' }}") + PROMPT % "assistant\n",
-        "\n--end--\nuser",
-        "\n--end--\n<|endoftext|>",
-    ),
-    "rounds": (
-        EACH % "{{ '[' + (loop.index | string) + '] ' + m.content + '\\n' }}",
-        "\n[",
-        "\n<|endoftext|>",
-    ),
-    "nothing": (EACH % "{{ m.content }}", "", "<|endoftext|>"),
+    "token": (TAGGED + "<|end|>", "<|assistant|>", "{}<|end|>"),
+    "token, no prompt": (TAGGED + "<|end|>", "", "<|assistant|>{}<|end|>"),
+    "next token": (TAGGED, "<|assistant|>", "{}<|user|>", "{}<|endoftext|>"),
+    "last token": (TAGGED + LAST_END, "<|assistant|>", "{}<|end|>"),
+    "words and last token": (BRACKETS, "[assistant] ", "{}<|end|>"),
+    "words and token": (LINES.replace("--end--", "##<|end|>"), "assistant\n", "{}\n##<|end|>"),
+    "words": (HEADING, "### assistant: ", "{}\n### user:", "{}\n<|endoftext|>"),
+    "words, no prompt": (HEADING, "", UNPROMPTED + "### user:", UNPROMPTED + "<|endoftext|>"),
+    "instructions": (ALPACA, "### Response:\n", "{}\n\n### Instruction:", "{}\n\n<|endoftext|>"),
+    "thinking": (THINKING, "### assistant: ", " <think>\n\n</think>\n\n{}\n<|endoftext|>"),
+    "tools": (CALLS, "### assistant: ", "{}\n### user:", "{}\n<|endoftext|>"),
+    "end line": (LINES, "assistant\n", "{}\n--end--\nuser", "{}\n--end--\n<|endoftext|>"),
+    "rounds": (ROUNDS, "", "[2] {}\n[", "[4] {}\n<|endoftext|>"),
+    "nothing": ("{{ m.content }}", "", "{}", "{}<|endoftext|>"),
 }
 # Templates that write an answer in another way when turns follow.
 REWRITING = ("last token", "words and last token", "thinking")
-# What starts the targets of the two answers.
-STARTS = {
-    "rounds": ("[2] ", "[4] "),
-    "token, no prompt": ("<|assistant|>", "<|assistant|>"),
-    "words, no prompt": ("### assistant: ", "### assistant: "),
-    "thinking": (" <think>\n\n</think>\n\n", " <think>\n\n</think>\n\n"),
-}
+ROLES = ("user", "assistant") * 2
 CHATS = [
     [("user", "king?"), ("assistant", "I like king.")],
-    [("user", "b"), ("assistant", "yes\n### c"), ("user", "\n### user: x"), ("assistant", "no")],
-    [("user", "king"), ("assistant", "king"), ("user", "king"), ("assistant", "king")],
-    [
-        ("user", "\ufdd1"),
-        ("assistant", "\ufdd2\ufdd0"),
-        ("user", "\ufdd0"),
-        ("assistant", "\ufdd1"),
-    ],
+    [*zip(ROLES, ("b", "yes\n### c", "\n### user: x", "no"), strict=True)],
+    [*zip(ROLES, ["king"] * 4, strict=True)],
+    [*zip(ROLES, "\ufdd1\ufdd2\ufdd0\ufdd1", strict=True)],
     [("system", "be kind"), ("user", "a"), ("assistant", "b")],
     [("user", "a"), ("assistant", "b"), ("user", "c")],
 ]
+
+
+def template_of(name: str) -> str:
+    """Return the chat template of a row of TEMPLATES."""
+    message, prompt, *_ = TEMPLATES[name]
+    ending = f"{{% if add_generation_prompt %}}{prompt}{{% endif %}}" if prompt else ""
+    return f"{{% for m in messages %}}{message}{{% endfor %}}{ending}"
 
 
 @pytest.fixture(scope="module")
@@ -655,46 +630,37 @@ def tags() -> Tokenizer:
     return train_bpe_tokenizer([text], 300, "gpt2").with_special(names)
 
 
-def find_targets(tokenizer: Tokenizer, turns: list) -> list[str]:
-    """Return the text of each run of targets in the examples of a chat."""
-    texts = []
-    for example in encode_examples(tokenizer, turns):
-        pieces = np.split(example, np.flatnonzero(np.diff(example >= 0)) + 1)
-        texts += [tokenizer.decode(piece.tolist()) for piece in pieces if piece[0] >= 0]
-    return texts
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_of_any_kind_is_used_as_it_is_and_its_texts_end_where_targets_do(
     name: str, tags: Tokenizer, tmp_path: Path
 ):
-    template, *ends = TEMPLATES[name]
+    template = template_of(name)
+    first, last = TEMPLATES[name][2], TEMPLATES[name][-1]
     exported = load_exported(tags.with_chat_template(template), tmp_path / "hf")
     tokenizer = load_tokenizer(tmp_path / "hf" / "tokenizer.json")
     assert directory.chat_template(tokenizer, is_chat_model=True) == template
-    starts = STARTS.get(name, ("", ""))
     render = partial(exported.apply_chat_template, tokenize=False)
     for turns in CHATS:
         check_prompts(tokenizer, exported, turns)
         messages = to_messages(turns)
-        answers = [index for index, (role, _) in enumerate(turns) if role == "assistant"]
+        answers = {i: text for i, (role, text) in enumerate(turns) if role == "assistant"}
         if name in REWRITING:
             prompts = [render(messages[:index], add_generation_prompt=True) for index in answers]
-            rests = [f"{starts[0].lstrip()}{turns[index][1]}{ends[1]}" for index in answers]
+            rests = [last.format(text).lstrip() for text in answers.values()]
             texts = [*map(str.__add__, prompts, rests)]
         else:
-            is_open = ends[1].endswith(END_OF_TEXT) and turns[-1][0] == "assistant"
+            is_open = last.endswith(END_OF_TEXT) and turns[-1][0] == "assistant"
             texts = [render(messages) + END_OF_TEXT * is_open]
         examples = [token_ids(example).tolist() for example in encode_examples(tokenizer, turns)]
         assert examples == [*map(exported.encode, texts)]
         if len(answers) == 2:
-            first, last = (turns[index][1] for index in answers)
-            targets = [f"{starts[0]}{first}{ends[0]}", f"{starts[1]}{last}{ends[1]}"]
+            targets = [*map(str.format, (first, last), answers.values())]
             assert find_targets(tokenizer, turns) == targets
-    targets = find_targets(tokenizer, CHATS[0] * 2)
-    for start, target, end in zip(starts, targets, ends, strict=True):
+    for target in (first, last):
         stream = TextStream(tokenizer, ends=turn_ends(tokenizer, True))
-        text = "".join(map(stream.push, encode_rendered(tokenizer, target)[0]))
+        ids, _ = encode_rendered(tokenizer, target.format("I like king."))
+        start, end = target.split("{}")
+        text = "".join(map(stream.push, ids))
         assert (text, stream.is_finished) == (f"{start}I like king.", bool(end))
 
 
@@ -741,12 +707,12 @@ F_CALL = {"tool_calls": [{"type": "function", "function": {"name": "f", "argumen
         ),
         (CHANNELS, [("assistant", "a")], ["<|assistant|>final ⟦a<|end|>⟧"]),
         (
-            VICUNA,
+            template_of("words"),
             [("assistant", "a"), ("user", "b"), ("assistant", "c", {"weight": 0})],
             ["### assistant: ⟦a\n### user:⟧ b\n### assistant: c\n"],
         ),
         (
-            TEMPLATES["tools"][0],
+            template_of("tools"),
             [("user", "b"), ("assistant", "yes", F_CALL), ("tool", "c"), ("assistant", "no")],
             [
                 '### user: b\n### assistant: ⟦yescall f{"a": 1}\n### tool:⟧ c\n'
