@@ -30,7 +30,7 @@ from engine.core.settings import to_toml
 from engine.core.values import check_ranges
 from engine.data.batches import open_mixture
 from engine.data.chats.chat import turn_ends
-from engine.data.dataset import Dataset, is_usable, verify_dataset
+from engine.data.dataset import Dataset, verify_dataset
 from engine.data.order import derived_seed
 from engine.data.tokenizer import load_tokenizer
 from engine.generation.scores import QUESTION_BATCH_SIZE, count_right, score_record
@@ -273,7 +273,7 @@ def prepare_text(config: TrainConfig) -> None:
 
     A text for a base gets the tokenizer of that.
     """
-    lacks_built_in = BUILT_IN_DATA in config.data and not is_usable(BUILT_IN_DATA)
+    lacks_built_in = BUILT_IN_DATA in config.data and not BUILT_IN_DATA.exists()
     text = config.text or (BUILT_IN_DATA.name if lacks_built_in else "")
     arguments = [text, *(word for glob in config.glob for word in ("--glob", glob))]
     training = ["--data", config.data[0]]

@@ -209,14 +209,6 @@ def open_dataset(path: Path) -> Dataset:
     return Dataset(path, manifest, tokenizer, train, val, manifest["sha256"])
 
 
-def is_usable(path: Path) -> bool:
-    """Return whether open_dataset() succeeds."""
-    with contextlib.suppress(UserError):
-        open_dataset(path)
-        return True
-    return False
-
-
 def _open_split(path: Path, manifest: dict[str, Any], split: str) -> Split:
     """Map a split into memory. Raises UserError or OSError unless it matches the manifest."""
     counts = manifest["splits"][split]
