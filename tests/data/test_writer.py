@@ -1,4 +1,4 @@
-"""The same token stream however it is encoded: threads, units, Ray, and runs that were killed."""
+"""The same token stream however it is encoded: threads, units, Ray, and interrupted runs."""
 
 import contextlib
 import json
@@ -226,44 +226,7 @@ def test_an_error_in_a_later_unit_keeps_the_finished_ones(many_units, corpora, t
     assert [path.name for path in tmp_path.iterdir() if "data" in path.name] == ["data"]
 
 
-# Processes that are killed.
-
-
-def start(folder: Path, *arguments: object, unit_bytes: int = 2**24) -> subprocess.Popen:
-    """Start prepare.py. It does not ignore SIGINT, as a background job of a shell does."""
-    code = f"""
-import signal, prepare
-from engine.core.cli import run_command
-from engine.data.documents import corpus as documents
-signal.signal(signal.SIGINT, signal.default_int_handler)
-documents.MIN_UNIT_BYTES = {unit_bytes}
-run_command(prepare.main)
-"""
-    program = [sys.executable, "-c", code, *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(program, cwd=folder, env=environment, **pipes)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_killed_run_leaves_no_dataset_and_the_next_one_continues(number, tmp_path: Path):
-    (tmp_path / "large").mkdir()
-    for index in range(6):
-        (tmp_path / "large" / f"{index}.txt").write_bytes(b"a line of text\n" * 1_200_000)
-    process = start(tmp_path, "large", "--tokenizer", "byte", "--out", "data")
-    while process.poll() is None and not num_finished(tmp_path / "data"):
-        time.sleep(0.005)
-    process.send_signal(number)
-    process.communicate(timeout=60)
-    assert process.returncode == {signal.SIGINT: 130}.get(number, -number)
-    num_kept = num_finished(tmp_path / "data")
-    assert 0 < num_kept < 6 and not (tmp_path / "data").exists()
-    config = PrepareConfig((str(tmp_path / "large"),), tokenizer="byte", out=tmp_path / "data")
-    with pytest.MonkeyPatch.context() as patch:
-        encoded = interrupt_after(1000, patch)
-        prepare(config)
-    assert len(encoded) == 6 - num_kept
-    assert open_dataset(tmp_path / "data").manifest["splits"]["train"]["bytes"] == 6 * 16_200_000
+# Ray.
 
 
 def ray_workers() -> list[int]:
@@ -301,7 +264,20 @@ def test_ray_encodes_the_same_stream_though_a_worker_is_killed(code: str, tmp_pa
     (tmp_path / "val.jsonl").write_text(json.dumps({"text": code}))
     inputs = ["texts", "a.parquet", "--val", "val.jsonl", "--tokenizer", "tokenizer.json"]
     inputs += ["--deduplicate", "--skip-bad-rows", "--out", "ray", "--ray", "local:2"]
-    process = start(tmp_path, *inputs, unit_bytes=2**12)
+    code_with_small_units = """
+import prepare
+from engine.core.cli import run_command
+from engine.data.documents import corpus
+corpus.MIN_UNIT_BYTES = 2**12
+run_command(prepare.main)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code_with_small_units, *inputs],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     victims: list[int] = []
     while process.poll() is None and not victims:
         victims = ray_workers() if num_finished(tmp_path / "ray") > 1 else []
