@@ -146,10 +146,6 @@ class TrainConfig:
         """The model: its context may be longer than the rows, as that of a base model."""
         return replace(self.model, context_length=max(self.model_context, self.context_length))
 
-    def with_rows(self, length: int) -> "TrainConfig":
-        """Return the config with rows of at most that many tokens."""
-        return replace(self, model=replace(self.model, context_length=length))
-
     def captures_steps(self, dist_ctx: DistributedContext) -> bool:
         """Return whether training steps are replayed as CUDA graphs."""
         # Recomputed dropout restores the state of a generator, which a capture may forbid.

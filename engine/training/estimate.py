@@ -184,14 +184,14 @@ def fit_micro_batches(
     batch_rows = config.batch_size // dist_ctx.size
     if config.micro_batch_size is not None or not batch_rows:  # too few sequences: refused later
         return config
-    longest = config.with_rows(length)
+    longest = replace(config, model=replace(config.model, context_length=length))
     for rows in micro_batch_sizes(batch_rows, batch_rows):
         fraction = memory_fraction(longest, rows, dist_ctx)
         if fraction <= MAX_MEMORY_FRACTION:
             break
     if config.init_from and fraction > MAX_MEMORY_EXCESS:
         problem = f"fine-tuning needs {fraction:.0%} ± {MEMORY_ERROR:.0%} of the memory"
-        advice = "Use a smaller model, --lora-rank or --checkpoint-activations"
+        advice = "Use a smaller model, --context-length, --lora-rank or --checkpoint-activations"
         raise UserError(f"--init-from: {problem}. {advice}.")
     return replace(config, micro_batch_size=0 if rows == batch_rows else rows)
 

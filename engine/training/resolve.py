@@ -25,7 +25,7 @@ from engine.generation.text_batch import initial_tokens
 from engine.generation.text_generator import TextGenerator
 from engine.runs.checkpoint import Checkpoint, RunState
 from engine.training.config import CHANGEABLE_SETTINGS, TrainConfig, make_run_config, set_values
-from engine.training.estimate import MAX_MEMORY_FRACTION, fit_micro_batches, memory_fraction
+from engine.training.estimate import fit_micro_batches
 from engine.training.sizing import SizeSearch
 from model import GPT, ModelConfig
 
@@ -165,12 +165,6 @@ def fit_context(
     context_length = config.model.context_length
     if context_length is None and (base or data.longest_example):
         context_length = max(1, int(min(max_context, choose_context_length(data, base))))
-        run_config = make_run_config(config, {}, dist_ctx)
-        while base and context_length > 1:  # until a row fits in memory
-            rows_config = run_config.with_rows(data.row_length(context_length))
-            if memory_fraction(rows_config, 1, dist_ctx) <= MAX_MEMORY_FRACTION:
-                break
-            context_length //= 2
         config = build(TrainConfig, {**set_values(config), "context_length": context_length})
     if context_length and context_length > max_context:
         problem = f"{config.init_from} has learned {max_context} positions (got {context_length})"
