@@ -156,9 +156,9 @@ def test_weights_and_biases_gets_settings_and_every_record_of_one_run(
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     out = tmp_path / "run"
-    flags = ["--eval-every", 2, "--wandb", "--learning-rate", 0.003]
+    flags = ["--eval-every", 2, "--learning-rate", 0.003]
     for more in (["--steps", 4], ["--steps", 6, "--resume"]):
-        assert train.main(tiny(numbers, out, *more, *flags)) == 0
+        train_tiny(numbers, out, *more, *flags, callbacks=[WeightsAndBiases()])
     first, second = runs
     assert first.ends == [(len(first.records), 0)] and second.ends == [(len(second.records), 0)]
     assert first.records.pop(0) == second.records.pop(0) == ("*", {"step_metric": "step"})
@@ -170,7 +170,8 @@ def test_weights_and_biases_gets_settings_and_every_record_of_one_run(
         train_tiny(numbers, tmp_path / "failed", "--steps", 2, callbacks=callbacks)
     assert runs[2].ends == [(1, 1)]
     shutil.copytree(out, tmp_path / "copy")
-    train.main(tiny(numbers, tmp_path / "copy", "--steps", 6, "--resume", *flags))
+    resume = ["--steps", 6, "--resume", *flags]
+    train_tiny(numbers, tmp_path / "copy", *resume, callbacks=[WeightsAndBiases()])
     assert runs.pop().options["id"] != first.options["id"]
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     train_tiny(numbers, tmp_path / "named", "--steps", 2, callbacks=[WeightsAndBiases()])
