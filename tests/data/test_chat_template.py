@@ -273,8 +273,7 @@ def test_random_chats_have_the_ids_and_targets_of_transformers(
             encoded = exported.apply_chat_template(text, chat_template=tagged, **options)
             assert tuple(encoded["input_ids"]) == ids
             mask = np.array(encoded["assistant_masks"], bool)
-            if text is chat:
-                check_prompts(dataset.tokenizer, exported, parse_messages(chat, own))
+            check_prompts(dataset.tokenizer, exported, parse_messages(text, own))
             if moves:
                 mask[: np.flatnonzero(~mask)[-1]] = False  # only the last answer
             assert np.array_equal(np.array(actual[ids]) >= 0, mask)

@@ -213,12 +213,13 @@ def encode_chat(
     if continue_final_message:
         if turns[-1][0] != "assistant" or "tool_calls" in keys_of(turns[-1]):
             raise UserError("the last one must be a text of the assistant to be continued")
-        messages[-1]["content"] += PLACEHOLDER_TEXT
+        messages[-1]["content"] += f"{PLACEHOLDER_TEXT} "  # a template that trims drops the space
     text = template.render(messages, not continue_final_message, datetime.now(), escaped)
     if continue_final_message:
-        text, placeholder, _ = text.rpartition(PLACEHOLDER_TEXT)
+        text, placeholder, rest = text.rpartition(PLACEHOLDER_TEXT)
         if not placeholder:
             raise UserError("the model's chat template leaves out the last message")
+        text = text if rest.startswith(" ") else text.rstrip()
     return encode_rendered(tokenizer, text)[0]
 
 
