@@ -20,7 +20,6 @@ from engine.core.errors import UserError
 from engine.core.settings import parse
 from engine.data.batches import dataset_paths, open_mixture
 from engine.data.dataset import Dataset
-from engine.data.documents.document import MAX_UTF8_BYTES
 from engine.generation.samples import read_lines
 from engine.report.attention_maps import compute_attention
 from engine.report.memorization import find_passages
@@ -28,6 +27,8 @@ from engine.report.overview import compare, format_runs
 from engine.report.page import list_runs, read_run, write_page
 from engine.runs.checkpoint import ModifyModel, load_model, open_checkpoint
 from engine.runs.run_files import find_checkpoint, list_checkpoints
+
+MAX_UTF8_BYTES = 4  # of a character in UTF-8
 
 
 @dataclass(frozen=True)

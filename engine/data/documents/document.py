@@ -15,7 +15,6 @@ from engine.data.sources.notes import Notes
 from engine.data.sources.source import Source
 
 FIELD_FLAGS = "--field (pairs: --prompt-field, chats: --chat)"
-MAX_UTF8_BYTES = 4  # in UTF-8
 ANSWER_ROLES = ("assistant", "completion")  # of the turns of examples
 
 
@@ -82,8 +81,7 @@ def _make_text(
         raise UserError(f"field {describe_field(record, reader.field, FIELD_FLAGS)}")
     if not text or text.isspace():
         notes.add("documents without text")
-    is_small = len(text) * MAX_UTF8_BYTES <= records.LARGE_TEXT_BYTES
-    data = b"" if is_small else text.encode()
+    data = text.encode()
     if len(data) <= records.LARGE_TEXT_BYTES:
         yield Document(text, source=title)
         return
