@@ -19,7 +19,7 @@ from engine.data.sources.notes import Notes
 from engine.data.sources.source import Source
 from engine.generation.sampling import TextOptions
 from engine.generation.text_generator import DEFAULT_NEW_TOKENS, TextGenerator
-from engine.generation.text_stream import TextStream, join_pieces
+from engine.generation.text_stream import TextStream
 
 
 def complete_file(
@@ -44,11 +44,12 @@ def complete_file(
         streams.append(TextStream(model.tokenizer, ids, limit, stop, model.ends))
         results.append({**line, "completion": ""})
     start_time = time.perf_counter()
-    texts = join_pieces(streams, model.complete(streams, **options))
+    pieces = model.complete(streams, **options)
+    ended = (index for index, _ in pieces if streams[index].is_finished)
     partial = target.with_name(f"{target.name}.partial")
     with open(partial, "w", encoding="utf-8") as file:
-        for index, text in progress_bar(texts, total=len(streams)):
-            results[index]["completion"] = text
+        for index in progress_bar(ended, total=len(streams)):
+            results[index]["completion"] = streams[index].text
             file.write(f"{to_json(results[index])}\n")
             file.flush()
     atomic_write(target, "".join(f"{to_json(result)}\n" for result in results).encode())

@@ -20,7 +20,7 @@ from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.prompt_file import encode_line, locate_errors, read_prompt, read_turns
 from engine.generation.text_batch import complete_streams
 from engine.generation.text_generator import DEFAULT_NEW_TOKENS, TextGenerator
-from engine.generation.text_stream import TextStream, join_pieces
+from engine.generation.text_stream import TextStream
 from model import GPT
 
 NORMAL_QUANTILE = 1.959964  # for an interval of 95%
@@ -131,8 +131,10 @@ def example_questions(
         prompt = token_ids(example[:first]).tolist()
         answer = example[first:end].tolist()
         stream = TextStream(tokenizer, prompt, ends=ends)
-        text = "".join(map(stream.push, answer)) + stream.end()
-        yield Question(prompt, len(answer) + EXTRA_TOKENS + ends.num_bytes, text)
+        for token in answer:
+            stream.push(token)
+        stream.end()
+        yield Question(prompt, len(answer) + EXTRA_TOKENS + ends.num_bytes, stream.text)
 
 
 def count_right(
@@ -143,7 +145,6 @@ def count_right(
     cache_dtype: torch.dtype | None = None,
 ) -> int:
     """Return how many questions a model in evaluation mode answers right, with greedy text."""
-    texts = [choose(model, question) if question.choices else "" for question in questions]
     streams = []
     for question in questions:
         answer_bytes = len((question.answer or "").encode())  # at least its number of tokens
@@ -151,11 +152,13 @@ def count_right(
         limit = 0 if question.choices else limit
         streams.append(TextStream(tokenizer, question.prompt, limit, (), ends))
     engine = DecodingEngine(model, cache_dtype)
-    pieces = complete_streams(engine, streams, batch_size=QUESTION_BATCH_SIZE, temperature=0.0)
-    for index, text in join_pieces(streams, pieces):
-        texts[index] = text
-    pairs = zip(texts, questions, strict=True)
-    return sum(text.strip() == (question.answer or "").strip() for text, question in pairs)
+    for _ in complete_streams(engine, streams, batch_size=QUESTION_BATCH_SIZE, temperature=0.0):
+        pass
+    num_right = 0
+    for stream, question in zip(streams, questions, strict=True):
+        text = choose(model, question) if question.choices else stream.text
+        num_right += text.strip() == (question.answer or "").strip()
+    return num_right
 
 
 def choose(model: GPT, question: Question) -> str:

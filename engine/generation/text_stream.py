@@ -2,7 +2,7 @@
 
 import codecs
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 from engine.data.chats.chat import TurnEnds
 from engine.data.tokenizer import Tokenizer
@@ -35,7 +35,8 @@ class TextStream:
         self.has_ending = bool(ends.texts)  # of which only white space may precede an end of text
         self.drops_space = tokenizer.adds_space_after(prompt[-1] if prompt else None)
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.pending = ""  # may start a stop text
+        self.text = ""  # that later tokens cannot change
+        self.pending = ""  # after it; may start a stop text
         self.new_ids: list[int] = []
         self.num_characters = 0  # of the tokens so far
         self.hit_token_limit = max_tokens == 0  # ended by max_tokens
@@ -53,15 +54,12 @@ class TextStream:
         stop_starts = [self.pending.find(text) for text in self.stop if text in self.pending]
         if stop_starts:
             self.is_finished = True
-            return self.pending[: min(stop_starts)]
+            return self._take(min(stop_starts))
         if len(self.new_ids) == self.max_tokens:
             self.hit_token_limit = True
             return self.end()
         lengths = [len(prefix) for prefix in self.stop_prefixes if self.pending.endswith(prefix)]
-        num_certain = len(self.pending) - max(lengths, default=0)
-        text = self.pending[:num_certain]
-        self.pending = self.pending[num_certain:]
-        return text
+        return self._take(len(self.pending) - max(lengths, default=0))
 
     def decode(self, token: int) -> str:
         """Return the characters that a token completes, without a space that is dropped."""
@@ -76,17 +74,13 @@ class TextStream:
 
     def end(self) -> str:
         """End the text, and return its pending characters."""
-        text = "" if self.is_finished else self.pending
+        length = 0 if self.is_finished else len(self.pending)
         self.is_finished = True
+        return self._take(length)
+
+    def _take(self, length: int) -> str:
+        """Move the first characters of the pending text to the text, and return them."""
+        text = self.pending[:length]
+        self.pending = self.pending[length:]
+        self.text += text
         return text
-
-
-def join_pieces(
-    streams: Sequence[TextStream], pieces: Iterable[tuple[int, str]]
-) -> Iterator[tuple[int, str]]:
-    """Yield (index of the stream, text) for each that has ended, from pieces of their texts."""
-    texts = [""] * len(streams)
-    for index, piece in pieces:
-        texts[index] += piece
-        if streams[index].is_finished:
-            yield index, texts[index]
