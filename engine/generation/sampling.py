@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypedDict, Unpack
 
 import numpy as np
@@ -19,7 +19,7 @@ TOP_P_RELATIVE_ROUNDING = 2**-23  # a total probability this close to top_p reac
 LOW_32_BITS = 2**32 - 1
 NOT_FINITE = -1  # instead of an id: the logits are not finite
 IS_CUT = -2  # instead of an id: more candidates must be considered
-# Weights and token ids (B, K) each, and whether more candidates than these must be used (B,).
+# Weights and token ids (B, K) each, and whether more candidates must be considered (B,).
 Candidates = tuple[Tensor, Tensor, Tensor]
 # Of SplitMix64 (Steele et al. 2014), as int64.
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -82,14 +82,16 @@ def penalize_frequency(
     return logits - frequency * counts - presence * (counts > 0)
 
 
-def filter_in_stages(logits: Tensor, **options: Unpack[TextOptions]) -> Iterator[Candidates]:
-    """Yield sampling weights and their token ids: logits (B, V) → (B, K) twice.
+def filter_logits(
+    logits: Tensor, max_candidates: int, **options: Unpack[TextOptions]
+) -> Candidates:
+    """Return sampling weights and their token ids: logits (B, V) → (B, K) twice.
 
     A temperature or top_p of 0 is greedy. In this order, top_k keeps the k most likely tokens
     (None, 0: all), top_p the fewest of these with a total probability of p (Holtzman et al. 2020),
     and min_p those at least min_p times as likely as the most likely one (Nguyen et al. 2024). Of
     equally likely tokens, the lowest ids are kept. Other tokens have weight 0; the largest weight
-    is 1. If a row is cut, the next candidates, which are more, must be used instead.
+    is 1. A row is cut if top_p alone keeps more than max_candidates.
     """
     top_k = options.get("top_k") or None
     top_p = options.get("top_p", 1.0)
@@ -97,39 +99,39 @@ def filter_in_stages(logits: Tensor, **options: Unpack[TextOptions]) -> Iterator
     is_cut = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     if temperature < MIN_TEMPERATURE or top_p == 0:
         ids = logits.argmax(dim=-1, keepdim=True)
-        yield torch.ones_like(ids, dtype=torch.float32), ids, is_cut
-        return
+        return torch.ones_like(ids, dtype=torch.float32), ids, is_cut
     logits = (logits.float() - logits.amax(dim=-1, keepdim=True).float()) / temperature
     if top_k is None and top_p == 1:
         ids = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
-        stages: Iterable[Candidates] = [(logits.exp(), ids, is_cut)]
+        weights = logits.exp()
     else:
-        stages = keep_likely_tokens(logits, top_k, top_p)
-    for weights, ids, is_cut in stages:
-        yield weights.masked_fill(weights < options.get("min_p", 0.0), 0), ids, is_cut
+        weights, ids, is_cut = keep_likely_tokens(logits, top_k, top_p, max_candidates)
+    return weights.masked_fill(weights < options.get("min_p", 0.0), 0), ids, is_cut
 
 
-def keep_likely_tokens(logits: Tensor, top_k: int | None, top_p: float) -> Iterator[Candidates]:
-    """Yield candidates after top_k and top_p, most likely first.
+def keep_likely_tokens(
+    logits: Tensor, top_k: int | None, top_p: float, max_candidates: int
+) -> Candidates:
+    """Return the candidates after top_k and top_p, most likely first.
 
     The largest of the logits of each row, (B, V), must be 0.
     """
     vocab_size = logits.shape[-1]
+    num_candidates = min(top_k or max_candidates, vocab_size)
     # Sort keys: nonnegative float32 numbers are ordered as their bits. Ties are ordered by id.
     keys = logits.abs().view(torch.int32).long() << 32
     keys += torch.arange(vocab_size, device=logits.device)
+    ids = smallest(keys, num_candidates) & LOW_32_BITS
     dtype = torch.float32 if logits.is_mps else torch.float64
+    weights = logits.gather(-1, ids).to(dtype).exp()
+    if top_k is None:
+        total = logits.exp().sum(dim=-1, keepdim=True, dtype=dtype)
+    else:
+        total = weights.sum(dim=-1, keepdim=True)
     limit = top_p * (1 - TOP_P_RELATIVE_ROUNDING) if top_p < 1 else math.inf
-    total = logits.exp().sum(dim=-1, keepdim=True, dtype=dtype) if top_k is None else None
-    first_count = min(top_k or NUM_FIRST_CANDIDATES, vocab_size)
-    last_count = vocab_size if top_k is None else first_count
-    for num_candidates in sorted({first_count, last_count}):
-        ids = smallest(keys, num_candidates) & LOW_32_BITS
-        weights = logits.gather(-1, ids).to(dtype).exp()
-        sum_of_weights = weights.sum(dim=-1, keepdim=True) if total is None else total
-        is_kept = weights.cumsum(dim=-1) - weights < limit * sum_of_weights
-        is_cut = is_kept[:, -1] & (num_candidates < last_count)
-        yield (weights * is_kept).float(), ids, is_cut
+    is_kept = weights.cumsum(dim=-1) - weights < limit * total
+    is_cut = is_kept[:, -1] & (top_k is None and num_candidates < vocab_size)
+    return (weights * is_kept).float(), ids, is_cut
 
 
 def smallest(keys: Tensor, num_keys: int) -> Tensor:
@@ -185,7 +187,8 @@ def draw_ids(logits: Tensor, states: Tensor, **options: Unpack[TextOptions]) -> 
     more likely tokens than NUM_FIRST_CANDIDATES.
     """
     is_finite = logits.amax(dim=-1).isfinite()
-    for weights, ids, is_cut in filter_in_stages(logits, **options):
+    for max_candidates in (NUM_FIRST_CANDIDATES, logits.shape[-1]):
+        weights, ids, is_cut = filter_logits(logits, max_candidates, **options)
         if weights.shape[-1] > 1:
             noise = exponential_noise(states, ids)
             ids = ids.gather(-1, (weights / noise).argmax(-1, keepdim=True))

@@ -7,14 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.generation import sampling
 from engine.generation.decoding_engine import window_start
-from engine.generation.sampling import (
-    draw_ids,
-    filter_in_stages,
-    noise_states,
-    penalize_repetition,
-    row_seeds,
-)
+from engine.generation.sampling import draw_ids, noise_states, penalize_repetition, row_seeds
 
 
 class OperationRecorder(TorchDispatchMode):
@@ -86,8 +81,8 @@ def loss_definition(x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> T
 
 def filter_logits(logits: Tensor, **options) -> tuple[Tensor, Tensor]:
     """Return the sampling weights of logits (B, V), and their token ids."""
-    stages = filter_in_stages(logits, **options)
-    return next((weights, ids) for weights, ids, is_cut in stages if not is_cut.any())
+    weights, ids, _ = sampling.filter_logits(logits, logits.shape[-1], **options)
+    return weights, ids
 
 
 def sample_token(logits: Tensor, draws: Sequence[tuple[int, int]], **options) -> list[int]:
