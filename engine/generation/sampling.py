@@ -23,7 +23,6 @@ IS_CUT = -2  # instead of an id: more candidates must be considered
 Candidates = tuple[Tensor, Tensor, Tensor]
 # Of SplitMix64 (Steele et al. 2014), as int64.
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
-NEXT_STATE = (GOLDEN_GAMMA << 32) % 2**64  # fits int64
 MIX_FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
@@ -161,8 +160,7 @@ def row_seeds(seed: int, prompts: Iterable[Sequence[int]]) -> list[int]:
 def noise_states(draws: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     """Return the state of a generator of noise for each draw, int64 (B,).
 
-    A draw (seed, step) is the seed of a row, and the number of tokens drawn for it before. That of
-    the next step is larger by NEXT_STATE.
+    A draw (seed, step) is the seed of a row, and the number of tokens drawn for it before.
     """
     starts = [(seed + GOLDEN_GAMMA * (step << 32)) % 2**64 for seed, step in draws]
     return torch.from_numpy(np.array(starts, np.uint64).view(np.int64)).to(device)

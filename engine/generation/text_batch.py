@@ -19,7 +19,6 @@ from engine.core.errors import UserError
 from engine.data.tokenizer import Tokenizer
 from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.sampling import (
-    NEXT_STATE,
     NOT_FINITE,
     TextOptions,
     draw_ids,
@@ -90,8 +89,6 @@ class TextBatch:
         self.max_rows = self.engine.max_rows(max_rows, max_length)
         self.banned = torch.tensor(list(banned), dtype=torch.long, device=self.engine.device)
         self.requests: list[TextRequest] = []
-        # By sampling key: the draws of the next step, and their states.
-        self.noise: dict[Any, tuple[list[tuple[int, int]] | None, Tensor | None]] = {}
         self.unread: list[TextRequest] = []  # of the prompt in the row after those of the requests
 
     def add(self, waiting: deque[TextRequest]) -> None:
@@ -135,27 +132,40 @@ class TextBatch:
         self.requests += requests
         self.engine.keep([*range(num_rows), *[num_rows] * len(requests)])
         if requests:
-            self._draw(logits[-1:].expand(len(requests), -1), requests)
+            states = self._noise_states(requests)
+            self._draw(logits[-1:].expand(len(requests), -1), states, requests)
 
     def step(self) -> None:
         """Draw a token for each request whose prompt is read."""
         self._drop_ended()
         if self.requests:
+            states = self._noise_states(self.requests)  # after the step, a copy would wait for it
             logits = self.engine.step([request.stream.new_ids[-1] for request in self.requests])
-            self._draw(logits, self.requests)
+            self._draw(logits, states, self.requests)
+
+    def _noise_states(self, requests: Sequence[TextRequest]) -> Tensor:
+        """Return the states of the noise of the next tokens."""
+        draws = [(request.seed, len(request.stream.new_ids)) for request in requests]
+        return noise_states(draws, self.engine.device)
 
     @torch.inference_mode()
-    def _draw(self, logits: Tensor, requests: Sequence[TextRequest]) -> None:
-        """Draw a token for each of the last requests from logits (N, V); drop ended requests."""
+    def _draw(self, logits: Tensor, states: Tensor, requests: Sequence[TextRequest]) -> None:
+        """Draw a token for each of the last requests; then drop those that have ended.
+
+        Logits are (N, V), and states of the noise (N,).
+        """
         groups: dict[Any, list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(request.sampling_key, []).append(index)
         first_row = len(self.requests) - len(requests)
         for indices in groups.values():
             group = [requests[index] for index in indices]
-            group_logits = logits if len(indices) == len(requests) else logits[indices]
+            selected: Any = slice(None)  # a list would copy the logits
+            if len(groups) > 1:
+                selected = torch.tensor(indices, device=logits.device)
+            group_logits = logits[selected]
             rows = [self.engine.rows[first_row + index].ids for index in indices]
-            ids = self._sample(group_logits, group, rows)
+            ids = self._sample(group_logits, states[selected], group, rows)
             tokens: dict[int, Token] = {}  # by row of the logits
             for index, token_id in enumerate(ids):
                 if token_id != NOT_FINITE:
@@ -175,7 +185,11 @@ class TextBatch:
         self._drop_ended()
 
     def _sample(
-        self, logits: Tensor, requests: Sequence[TextRequest], rows: Sequence[tuple[int, ...]]
+        self,
+        logits: Tensor,
+        states: Tensor,
+        requests: Sequence[TextRequest],
+        rows: Sequence[tuple[int, ...]],
     ) -> list[int]:
         """Draw an id for each request from logits (N, V), with the settings of the first one."""
         if len(self.banned):
@@ -193,17 +207,7 @@ class TextBatch:
         if any(penalties):
             texts = [request.stream.new_ids for request in requests]
             logits = penalize_frequency(logits, texts, *penalties)
-        return draw_ids(logits, self._noise_states(requests), **options)
-
-    def _noise_states(self, requests: Sequence[TextRequest]) -> Tensor:
-        """Return the states of the noise of a group; for the same group, without a copy."""
-        draws = [(request.seed, len(request.stream.new_ids)) for request in requests]
-        next_draws, states = self.noise.pop(requests[0].sampling_key, (None, None))
-        if states is None or next_draws != draws:
-            states = noise_states(draws, self.engine.device)
-        next_draws = [(seed, step + 1) for seed, step in draws]
-        self.noise[requests[0].sampling_key] = (next_draws, states + NEXT_STATE)
-        return states
+        return draw_ids(logits, states, **options)
 
     def _score(self, tokens: Sequence[Token], logits: Tensor, num_alternatives: int) -> None:
         """Set the logprobs of tokens from logits (N, V); banned ids are not alternatives."""
