@@ -142,7 +142,7 @@ def test_a_text_is_prepared_once_until_it_changes(tmp_path, monkeypatch, capsys)
 
 
 def test_weights_of_at_least_two_epochs_are_averaged_at_the_end(tmp_path):
-    data = make_dataset(tmp_path, numbers_text(60))
+    data = make_dataset(tmp_path, numbers_text(40))
     flags = ("--final-learning-rate", 1)  # constant: weights do not depend on the length of a run
     snapshots: list[dict[str, torch.Tensor]] = []
 
@@ -151,7 +151,7 @@ def test_weights_of_at_least_two_epochs_are_averaged_at_the_end(tmp_path):
             params = trainer.model.named_parameters()
             snapshots.append({name: param.detach().clone() for name, param in params})
 
-    train_tiny(data, tmp_path / "longer", *flags, "--steps", 120, callbacks=[Snapshot()])
+    train_tiny(data, tmp_path / "longer", *flags, "--steps", 90, callbacks=[Snapshot()])
     size = len(open_dataset(data).train)
     num_weights = sum(param.numel() for name, param in snapshots[0].items() if "blocks" in name)
     step_epochs = 64 / size

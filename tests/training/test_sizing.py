@@ -29,6 +29,7 @@ def make_search(
         tokenizer=SimpleNamespace(vocab_size=vocab_size),
         row_length=lambda context: row_tokens or context,
     )
+    settings = {"micro_batch_size": 1, **settings}  # else large models are built, to fit in memory
     config = TrainConfig(model=ModelConfig(**dict(model)), **settings)
     return SizeSearch(config, data, SINGLE_PROCESS)
 
