@@ -164,7 +164,7 @@ class TrainConfig:
         return self.micro_batch_size or self.batch_size // dist_ctx.size
 
 
-DEFAULTS: dict[str, Any] = {"batch_size": 16, "frozen_dtype": "float32", "train_tokens": False}
+RUN_DEFAULTS: dict[str, Any] = {"batch_size": 16, "frozen_dtype": "float32", "train_tokens": False}
 # What a command asks for once: a run has none of it.
 COMMAND_DEFAULTS: dict[str, Any] = {"text": "", "glob": (), "depth": None, "plan": False}
 COMMAND_DEFAULTS |= {"resume": False, "auto_resume": False}
@@ -251,7 +251,7 @@ def make_run_config(
     The length of a run may be steps or minutes alone, and its intervals None in minutes. The memory
     chooses its micro-batches: see fit_micro_batches().
     """
-    values = {**DEFAULT_SIZES, **DEFAULTS, **sizes, **set_values(config), **COMMAND_DEFAULTS}
+    values = {**DEFAULT_SIZES, **RUN_DEFAULTS, **sizes, **set_values(config), **COMMAND_DEFAULTS}
     is_window_fixed = bool(config.init_from) or values["vocab_size"] <= MAX_CHARACTER_VOCAB_SIZE
     step_tokens = values["batch_size"] * values["context_length"]
     kind = config.optimizer.optimizer

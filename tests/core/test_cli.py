@@ -61,8 +61,8 @@ runpy.run_path(sys.argv[1], run_name=sys.argv[2])
         ("train.py __main__ GOMP_SPINCOUNT=7", 7),
         ("train.py __main__ OMP_WAIT_POLICY=active", None),
     ):
-        command, *others = values.split()
-        assert run_python(stop_at_torch, str(ROOT / command), *others)[0] == f"{expected}\n"
+        script, *options = values.split()
+        assert run_python(stop_at_torch, str(ROOT / script), *options)[0] == f"{expected}\n"
 
 
 def test_importing_a_module_has_no_side_effects():
