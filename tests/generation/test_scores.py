@@ -40,7 +40,9 @@ def test_the_interval_is_that_of_wilson(num_right, num_questions, expected):
 
 
 @pytest.mark.parametrize("separator", ["", " ", None], ids=repr)
-def test_the_choice_has_the_highest_log_likelihood_per_byte(separator, tmp_path):
+def test_the_choice_has_the_highest_log_likelihood_per_byte(separator, tmp_path, monkeypatch):
+    chunk_logits = 3 * GENERATOR.model.config.vocab_size
+    monkeypatch.setattr("engine.generation.decoding_engine.MAX_PROMPT_LOGITS", chunk_logits)
     draw = random.Random(1)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(30)]
     records = [
