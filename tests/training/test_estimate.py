@@ -25,6 +25,7 @@ from engine.training.estimate import (
     fit_micro_batches,
     flops_per_token,
     lora_arguments,
+    memory_fraction,
 )
 from engine.training.optimizer import Optimizer, OptimizerConfig
 from model import GPT, ModelConfig
@@ -156,6 +157,15 @@ def test_micro_batches_divide_the_batch_and_are_the_largest_that_fit(monkeypatch
         assert fit_micro_batches(config, SINGLE_PROCESS, 128).micro_batch_size == expected
     typed = dataclasses.replace(config, micro_batch_size=6)
     assert fit_micro_batches(typed, SINGLE_PROCESS, 128) == typed
+
+
+def test_ranks_on_cpus_share_the_memory_and_the_fullest_one_counts(monkeypatch):
+    monkeypatch.setattr(estimate, "usable_memory", lambda device: 10**9)
+    monkeypatch.setattr(DistributedContext, "gather_json", lambda self, value: [value, 3 * value])
+    ranks = DistributedContext(size=2)
+    config = run_config(model=SMALL)
+    needed = sum(estimate_memory(config, 1, ranks).values())
+    assert memory_fraction(config, 1, ranks) == pytest.approx(3 * 2 * needed / 10**9)
 
 
 def test_a_run_that_needs_over_10_percent_more_memory_is_refused(monkeypatch):
