@@ -8,9 +8,11 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from engine.core.cli import say
+from engine.core.device import choose_num_threads
 from engine.core.distributed import DistributedContext
 from engine.core.settings import flatten
 from engine.data.dataset import Dataset
@@ -139,7 +141,10 @@ class SizeSearch:
             config = replace(config, optimizer=optimizer, compile=config.compile and compiles)
             row_length = self.data.row_length(config.context_length)
             config = fit_micro_batches(config, self.dist_ctx, row_length)
-            return timed.step_tokens * timed.operations / measure(config, self.data)
+            step_seconds = measure(config, self.data)
+            if self.dist_ctx.size == 1 and self.dist_ctx.device.type == "cpu" and not speeds:
+                step_seconds = choose_num_threads(step_seconds, partial(measure, config, self.data))
+            return timed.step_tokens * timed.operations / step_seconds
 
         started_at = time.monotonic()
         depth = self.depths[0]

@@ -12,6 +12,7 @@ from engine.core.device import (
     MIN_BFLOAT16_WIDTH,
     choose_device,
     choose_dtype,
+    choose_num_threads,
     fast_dtype,
     usable_memory,
 )
@@ -56,18 +57,30 @@ def test_a_deterministic_run_is_the_same_and_leaves_the_state_of_torch(trained, 
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr("ctypes.CDLL", None)  # malloc's settings are not changed
     plain = trained("plain", "--steps", 4, "--dropout", 0.1)
-    getters = [torch.get_deterministic_debug_mode, torch.initial_seed]
-    states = []
+    getters = [torch.get_num_threads, torch.get_deterministic_debug_mode, torch.initial_seed]
+    states = [[get() for get in getters]]
 
     def act() -> None:
+        torch.set_num_threads(3)
         states.append([get() for get in getters])
 
-    act()
     flags = ["--steps", 4, "--dropout", 0.1, "--deterministic"]
     assert_same_run(plain, trained("det", *flags, callbacks=[Action(4, act, "val_loss")]))
-    assert states[1][0] == 2 and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    act()
-    assert states[0] == states[2] and sample.load(plain)
+    assert states[1][:2] == [3, 2] and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert states[0] == [get() for get in getters] and sample.load(plain)
+
+
+@pytest.mark.parametrize(
+    ("times", "num_threads", "seconds"),
+    [([5], 6, 4), ([3.9], 6, 4), ([3, 2.9], 3, 3), ([3, 2], 1, 2)],
+)
+def test_fewer_threads_compute_where_they_are_faster(times, num_threads, seconds, monkeypatch):
+    threads = [6]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    remaining = [*times]
+    assert choose_num_threads(4, lambda: remaining.pop(0)) == seconds
+    assert threads[-1] == num_threads and not remaining
 
 
 @pytest.fixture
