@@ -7,6 +7,7 @@ python prepare.py --show data/NAME                                    describe a
 To resume an interrupted run, run the same command again.
 """
 
+import codecs
 import contextlib
 import os
 import shutil
@@ -20,7 +21,7 @@ import tyro
 from annotated_types import Ge, Le, Lt
 
 from engine.core.cli import run_command, say, shell_command
-from engine.core.errors import UserError
+from engine.core.errors import UserError, wrap_library_errors
 from engine.core.files import exclusive_lock
 from engine.core.settings import check_flags, parse, unescape
 from engine.core.values import check_ranges
@@ -243,8 +244,13 @@ def make_reader(config: PrepareConfig, tokenizer: Tokenizer | None) -> Reader:
         suffix = unescape(config.prompt_suffix)
         parser = examples.pair_parser(config.prompt_field or (), config.completion_field, suffix)
     field = config.field or "text"
+    encoding = config.encoding.lower()
+    if encoding != "auto":
+        advice = ". Give auto, or a name that Python knows, such as utf-16 or cp1252."
+        with wrap_library_errors("--encoding: unknown", LookupError, advice=advice):
+            encoding = codecs.lookup(encoding).name
     options = (config.errors, unescape(config.separator), config.skip_bad_rows)
-    return Reader(field, config.encoding.lower(), *options, parser)
+    return Reader(field, encoding, *options, parser)
 
 
 def check_reader(config: PrepareConfig, reader: Reader, sources: list[Source]) -> None:

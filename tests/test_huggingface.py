@@ -30,6 +30,7 @@ from helpers import (
     random_model,
     save_run,
     train_sentencepiece,
+    train_tiny,
 )
 from hf_versions import check_export
 from tokenizers.processors import TemplateProcessing
@@ -39,13 +40,14 @@ import sample
 from engine.core.errors import UserError
 from engine.data.chats.chat import CHATML_TOKENS, encode_chat, special_token_names, turn_ends
 from engine.data.dataset import open_dataset
-from engine.data.tokenizer import ByteTokenizer, Tokenizer, from_document
+from engine.data.tokenizer import ByteTokenizer, Tokenizer, from_document, load_tokenizer
 from engine.data.tokenizer_json import (
     BYTE_LEVEL,
     BYTE_LEVEL_WORDS,
     EXTENSION_KEY,
     SPLIT_PATTERNS,
     split_by,
+    with_extension,
 )
 from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.generation.text_stream import TextStream
@@ -427,6 +429,13 @@ def test_the_defaults_of_sampling_are_kept_and_inherited(hf_llama: Path, tmp_pat
     run_command("export", tmp_path / "run", tmp_path / "again")
     exported = json.loads((tmp_path / "again" / "generation_config.json").read_text())
     assert exported.items() >= values.items() and exported["do_sample"]
+    train_tiny(data, tmp_path / "scratch", "--steps", 1)
+    assert sample.load(tmp_path / "scratch", "cpu").sampling == {}  # it learned from this text only
+    for sampling in ("nonsense", "[1]", '{"temperature": -5}', '{"top_k": "x"}', "[" * 10**5):
+        document = with_extension(ByteTokenizer().document, sampling=sampling)
+        (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+        with pytest.raises(UserError, match="sampling"):
+            load_tokenizer(tmp_path / "tokenizer.json")
     (hf / "generation_config.json").write_text(json.dumps({"temperature": "hot"}))
     with pytest.raises(UserError, match=r"generation_config.json: temperature: must be .*hot"):
         run_command("import", hf, tmp_path / "other")

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import io
 import json
+import os
 import re
 import sys
 import tomllib
@@ -106,11 +107,17 @@ def spell_booleans(cls: Any, arguments: Sequence[str]) -> list[str]:
     spelled = []
     for argument in arguments:
         flag, _, value = argument.partition("=")
-        is_boolean = flag.removeprefix("--").replace("-", "_") in names
+        is_boolean = flag.startswith("--") and flag[2:].replace("-", "_") in names
         if is_boolean and value.lower() in ("true", "false"):
             argument = flag if value.lower() == "true" else flag.replace("--", "--no-", 1)
         spelled.append(argument)
     return spelled
+
+
+def is_mistyped(path: object) -> bool:
+    """Return whether a path with a control character, as ``"C:\\new"`` has in TOML, is missing."""
+    text = str(path)
+    return bool(CONTROL_PATTERN.search(text)) and ("\0" in text or not os.path.lexists(text))
 
 
 def command_hints(cls: Any) -> list[tuple[str, Any]]:
@@ -193,7 +200,9 @@ def from_values(cls: type[Config], values: Any, source: str) -> Config:
     """
     hints = dict(iterate_hints(cls))
     converted = {}
-    for name, value in convert(values, dict, source).items() if values else ():
+    # Nothing is converted without values, so that --help does not import pydantic.
+    items = convert(values, dict, source).items() if values else ()
+    for name, value in items:
         if name not in hints:
             raise UserError(f"{source}: unknown setting {name}. {propose_name(name, hints)}")
         hint = hints[name]
@@ -201,8 +210,8 @@ def from_values(cls: type[Config], values: Any, source: str) -> Config:
         if is_tuple and isinstance(value, str | int | float):
             value = [value]
         converted[name] = convert(value, hint, f"{source}: {name}")
-        texts = value if isinstance(value, list) else [value]
-        if "Path" in str(hint) and any(CONTROL_PATTERN.search(str(text)) for text in texts):
+        is_path = "Path" in str(hint)  # also inside a union or a tuple
+        if is_path and any(map(is_mistyped, value if isinstance(value, list) else [value])):
             raise UserError(f"{source}: {name}: is not a path (got {value!r}){TOML_ADVICE}")
     try:
         return build(cls, converted)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
+import numpy as np
 from annotated_types import Ge, Le
 
 from engine.core.errors import UserError
@@ -66,6 +67,10 @@ def check_ranges(config: Any) -> None:
         if dataclasses.is_dataclass(value):
             check_ranges(value)
         elif value is not field.default:
+            if isinstance(value, list):  # as in a notebook
+                value = tuple(value)
+            elif isinstance(value, np.generic):
+                value = value.item()
             with _named_errors(f"--{field.name.replace('_', '-')}"):
                 _adapter(hints[field.name]).validate_python((value,))
 
@@ -98,6 +103,8 @@ def _named_errors(name: str) -> Iterator[None]:
         yield
     except ValidationError as error:
         raise _value_error(name, error.errors()[0]) from None
+    except RecursionError:
+        raise UserError(f"{name}: is nested too deeply.") from None
 
 
 def _value_error(name: str, problem: Any) -> UserError:

@@ -48,6 +48,7 @@ def open_mixture(paths: Sequence[Path], mix: Sequence[float] | None = None) -> D
         if dataset.manifest["tokenizer"] != first.manifest["tokenizer"]:
             raise dataset.tokenizer_error(first.path)
     sizes = [len(dataset.train) for dataset in datasets] if mix is None else mix
+    # order.py counts in fixed point, in which a smaller weight is 0.
     weights = [max(size / max(sizes), 1 / FIXED_POINT_ONE) for size in sizes]
     fractions = tuple(weight / sum(weights) for weight in weights)
     counts = [dataset.manifest["splits"]["train"]["documents"] for dataset in datasets]

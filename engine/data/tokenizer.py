@@ -21,7 +21,7 @@ from engine.core.errors import UserError, wrap_library_errors
 from engine.core.files import check_pointer
 from engine.data import tokenizer_json
 from engine.data.runners import EncodeBatch, encode_by_tokenizers, load_splintr, load_tokenizers
-from engine.data.tokenizer_config import text_start_of, with_model_files
+from engine.data.tokenizer_config import convert_sampling, text_start_of, with_model_files
 from engine.data.tokenizer_json import END_OF_TEXT, EXTENSION_KEY, Document, with_extension
 
 MAX_SLOW_CHARACTERS = 2**16  # of texts that a BPE encodes before splintr is loaded
@@ -59,7 +59,9 @@ class Tokenizer:
         self.prompt_suffix: str = extension.get("prompt_suffix", "")
         self.bytes_of_id = {number: name.encode() for name, number in self.special_tokens.items()}
         # The sampling that an imported model recommends, such as {"temperature": 0.6}.
-        self.sampling: dict[str, float] = json.loads(extension.get("sampling", "{}"))
+        with wrap_library_errors("sampling is not JSON", ValueError, RecursionError):
+            sampling = json.loads(extension.get("sampling", "{}"))
+        self.sampling = convert_sampling(sampling, "sampling")
         self.text_start = text_start_of(document)  # the ids that begin a text
         start_names = [self.bytes_of_id[number].decode() for number in self.text_start]
         self.bos_token: str = extension.get("bos_token", [*start_names, self.end_of_text_name][0])

@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 
 from engine.core.errors import UserError, wrap_library_errors
 from engine.core.files import check_pointer, read_json
-from engine.core.values import convert
+from engine.core.values import MAX_INTEGER, convert
 from engine.data.tokenizer_json import END_OF_TEXT, Document, special_tokens_of, with_extension
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -20,7 +20,7 @@ GENERATION_CONFIG = "generation_config.json"
 # Its keys of sampling.
 SAMPLING_TYPES: dict[str, Any] = {
     "temperature": Annotated[float, Ge(0), Le(1e6)],
-    "top_k": Annotated[int, Ge(0)],  # 0: all
+    "top_k": Annotated[int, Ge(0), Le(MAX_INTEGER)],  # 0: all
     "top_p": Annotated[float, Ge(0), Le(1)],
     "repetition_penalty": Annotated[float, Ge(0.01), Le(100)],
 }
@@ -43,11 +43,7 @@ def with_model_files(document: Document, directory: Path) -> Document:
     ends = ids.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
     stops = [str(number) for name, number in special.items() if name != end and number in ends]
-    sampling = {
-        key: convert(generation[key], hint, f"{GENERATION_CONFIG}: {key}")
-        for key, hint in SAMPLING_TYPES.items()
-        if generation.get(key) is not None
-    }
+    sampling = convert_sampling(generation, GENERATION_CONFIG)
     values = {
         "end_of_text": tokens.get("eos_token"),
         "bos_token": None if start == end else start,
@@ -59,6 +55,16 @@ def with_model_files(document: Document, directory: Path) -> Document:
     return with_extension(document, **known_values)
 
 
+def convert_sampling(values: Any, source: str) -> dict[str, Any]:
+    """Return the settings of sampling in a JSON object. Raises UserError for unsuitable ones."""
+    items = convert(values, dict, source)
+    return {
+        key: convert(items[key], hint, f"{source}: {key}")
+        for key, hint in SAMPLING_TYPES.items()
+        if items.get(key) is not None
+    }
+
+
 def read_chat_template(directory: Path) -> str | None:
     """Return a model's chat template. Raises UserError for several, or an unreadable one."""
     path = directory / "chat_template.jinja"
@@ -66,7 +72,7 @@ def read_chat_template(directory: Path) -> str | None:
         check_pointer(path.read_bytes(), path)
         with wrap_library_errors(f"{path}: is not UTF-8", UnicodeDecodeError):
             return path.read_text(encoding="utf-8")
-    template = _read_object(directory / TOKENIZER_CONFIG).get("chat_template")
+    template = _read_object(directory / TOKENIZER_CONFIG).get("chat_template") or None
     if not isinstance(template, list):
         return convert(template, str | None, f"{TOKENIZER_CONFIG}: chat_template")
     entries = convert(template, list[dict[str, str]], f"{TOKENIZER_CONFIG}: chat_template")

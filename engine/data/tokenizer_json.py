@@ -317,7 +317,7 @@ def spell_cases(regex: str) -> str:
         cases = re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", group[1])
         return f"(?:{cases.replace('[sS]', '[sSſ]')})"
 
-    return re.sub(r"\(\?i:([a-jl-z'|]+)\)", spell, regex)  # no k: K is one
+    return re.sub(r"\(\?i:([a-jl-z'|]+)\)", spell, regex)  # no k: its cases include U+212A
 
 
 def _word_steps(document: Document) -> list[dict[str, Any]]:

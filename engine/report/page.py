@@ -40,7 +40,6 @@ def read_run(folder: Path, max_lines: int | None = None) -> Record:
     """
     settings_path = folder / "config.toml"
     about_path = folder / "about.json"
-    attention_path = folder / "attention.json"
     if not (settings_path.exists() or (folder / "metrics.jsonl").exists()):
         fix = "Give a folder that train.py made."
         fix = propose_path(folder, Path("out"), "metrics.jsonl", fix)
@@ -76,11 +75,16 @@ def read_run(folder: Path, max_lines: int | None = None) -> Record:
         "about": about,
         "samples": select_samples(read_records(folder / "samples.jsonl"), best_step),
         "frames": read_records(folder / "attention.jsonl"),  # attention at doublings of the step
-        "attention": read_json(attention_path) if attention_path.exists() else None,  # of the best
+        "attention": read_attention(folder / "attention.json"),  # of the best
         # What needs the data, and notes on what is missing.
         "memorization": None,
         "notes": [],
     }
+
+
+def read_attention(path: Path) -> Any:
+    """Return the attention of the best checkpoint; None without it. Raises UserError."""
+    return convert(read_json(path), Any, str(path)) if path.exists() else None
 
 
 def find_best(folder: Path, evaluations: Sequence[Record], best_by: str) -> Record | None:

@@ -20,7 +20,7 @@ from engine.core.cli import warn
 from engine.core.errors import UserError
 from engine.core.values import Count, Seconds, convert
 from engine.nn.attention import check_attention
-from engine.nn.bounds import set_default_sizes
+from engine.nn.bounds import DEFAULT_SIZES, set_default_sizes
 from engine.nn.lora import add_lora, merge_updates
 from model import GPT, Head, ModelConfig, MultiHeadAttention
 
@@ -254,7 +254,12 @@ def read_state(path: Path) -> RunState:
     """Return the content of a checkpoint's state.json. Raises UserError if it is corrupted."""
     file = path / "state.json"
     try:
-        return convert(files.read_json(file), RunState, "state")
+        values = files.read_json(file)
+        state = convert(values, RunState, "state")
+        unset = [name for name in DEFAULT_SIZES if values["model"].get(name) is None]
+        if unset:  # RunState would have a default
+            raise UserError(f"state.model.{unset[0]}: is missing")
+        return state
     except UserError as error:
         raise UserError(f"{file}: corrupted ({error}).") from None
 

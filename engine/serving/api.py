@@ -156,7 +156,9 @@ class Api:
         try:
             turns = parse_messages(settings.messages, own_template(self.tokenizer))
             # An answer at the end is a prefill, as for DeepSeek's and Mistral's "prefix": true.
-            continues = turns[-1][0] == "assistant"
+            continues = settings.continue_final_message
+            if continues is None:
+                continues = turns[-1][0] == "assistant"
             return [encode_chat(self.tokenizer, turns, settings.chat_template_kwargs, continues)]
         except (UserError, UnicodeEncodeError) as error:  # the latter for a lone surrogate
             raise ApiError(f"messages: {error}", param="messages") from None

@@ -31,12 +31,13 @@ SAMPLING_ARGUMENTS = "temperature top_p min_p repetition_penalty frequency_penal
 # Arguments that no answer depends on, which one warning says.
 IGNORED_ARGUMENTS = {"user", "metadata", "store", "service_tier", "safety_identifier"}
 IGNORED_ARGUMENTS |= {"prompt_cache_key", "parallel_tool_calls"}
-IGNORED_ARGUMENTS |= {"reasoning_effort", "verbosity", "prediction", "add_generation_prompt"}
+IGNORED_ARGUMENTS |= {"reasoning_effort", "verbosity", "prediction"}
 # Unsupported arguments, and the value that changes nothing, as does an empty one unless it is true.
 NEUTRAL_VALUES: dict[str, Any] = {
     "best_of": 1,
     "skip_special_tokens": True,
-    "continue_final_message": True,  # an answer at the end is always continued
+    "continue_final_message": False,
+    "add_generation_prompt": True,
     "response_format": {"type": "text"},
     "modalities": ["text"],
     "function_call": "none",
@@ -131,6 +132,8 @@ class ChatSettings(Settings):
     """The arguments of /v1/chat/completions."""
 
     messages: tuple[dict, ...] = ()
+    continue_final_message: bool | None = None  # None: if the last one is of the assistant
+    add_generation_prompt: bool = True  # what continue_final_message leaves out
     chat_template_kwargs: dict = field(default_factory=dict)
     tools: tuple[dict, ...] = ()
     tool_choice: Literal["auto", "none"] = "auto"
@@ -155,6 +158,8 @@ class ChatSettings(Settings):
             raise UserError("tools: calls in answers are not parsed. Send tool_choice none.")
         if names := sorted(RENDERED_NAMES & self.chat_template_kwargs.keys()):
             raise UserError(f"chat_template_kwargs: must not have {', '.join(names)}")
+        if not (self.add_generation_prompt or self.continue_final_message):
+            raise UserError("add_generation_prompt: must be true without continue_final_message")
 
 
 AnySettings = CompletionSettings | ChatSettings

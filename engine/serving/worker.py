@@ -72,7 +72,8 @@ class BatchWorker:
         try:
             action()
         except Exception as error:
-            if describe_error(error) is None:
+            is_bug = describe_error(error) is None
+            if is_bug:  # its traceback is only in the log
                 logging.getLogger(__name__).exception("decoding failed")
             for request in requests:
                 request.is_cancelled = True

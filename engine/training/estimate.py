@@ -109,10 +109,12 @@ def activation_bytes(config: TrainConfig, rows: int, dist_ctx: DistributedContex
     block_bytes = num_tokens * (4 * 2 * D + itemsize * num_values)  # inputs in float32
 
     is_fused = config.compile and not is_cpu
-    weight = torch.empty(V, 0, device="cpu" if is_cpu else "meta")
+    weight = torch.empty(V, 0, device="cpu" if is_cpu else "meta")  # its length decides the chunk
     num_logits = V * min(num_tokens, max_chunk_rows(weight, is_fused))
     num_trained = V if not config.lora_rank or config.train_tokens else 0
+    # Fused: logits and gradients, in the dtype of products; else float32, and 16 bits of gradients.
     logits_bytes = (2 * itemsize if is_fused else 10) * num_logits
+    # In float32, of inputs and weight: gradient, that of a chunk, and their sum.
     logits_bytes += 12 * D * (num_tokens + num_trained)
     if itemsize < 4 and not config.lora_rank:  # weights in the dtype of products
         logits_bytes += itemsize * (V * D + count_matrix_weights(model))

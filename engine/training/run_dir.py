@@ -116,8 +116,8 @@ class RunDir:
                 rank_names = names[self.dist_ctx.rank :: self.dist_ctx.size]
                 checkpoint.verify(rank_names if self.is_shared else names)
                 content = [asdict(checkpoint.state), checkpoint.sha256, checkpoint.shards]
-        state, *hashes = self.dist_ctx.broadcast(content)
-        return Checkpoint(path, convert(state, RunState, "state"), *hashes)
+        state, sha256, shards = self.dist_ctx.broadcast(content)
+        return Checkpoint(path, convert(state, RunState, "state"), sha256, shards)
 
     def distribute(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Yield a checkpoint's tensors on every rank, also on ranks that do not see the folder."""

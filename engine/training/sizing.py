@@ -74,15 +74,15 @@ class SizeSearch:
         different_tokens = min(tokens, self.text_tokens)
         overfitting = estimate_overfitting(epochs, weights, self.text_tokens)
 
-        # Fitted (experiments, 2026-11-23); attention to more than 64 tokens is cheap.
+        # Fitted (experiments, 2026-11-23). At least 64: fewer save little.
         context = 170 * (tokens / 1e6) ** 0.25
         if not is_of_characters:
             context = min(110 * tokens / 1e6, 450 * (different_tokens / 1e6) ** 0.17)
         context = self.context or min(self.max_context, max(64, 2 ** round(math.log2(context))))
 
-        # The exponent is that of Bergsma et al. 2025. Half the factor is worse (2026-11-28).
+        # The exponent is that of Bergsma et al. 2025; smaller batches overfit a text less.
         step_tokens = 2048 * (different_tokens / 1e6) ** 0.38
-        step_tokens *= math.sqrt(5 / max(5, min(20, overfitting)))
+        step_tokens *= math.sqrt(5 / min(20, max(5, overfitting)))  # 1 to 1/2
         multiple = self.dist_ctx.size * (self.config.micro_batch_size or 1)
         batch_size = max(1, round(step_tokens / context / multiple)) * multiple
         batch_size = self.config.batch_size or batch_size

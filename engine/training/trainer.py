@@ -237,10 +237,10 @@ class Trainer:
         return sum(each.num_captures for each in (*calls, self.optimizer.captured_update))
 
     def make_room(self) -> bool:
-        """Drop the graphs of passes, or halve micro-batches, which are too large for memory.
+        """Drop the graphs of passes; if there are none, halve the micro-batches.
 
-        Returns False without graphs in a later step, and on several ranks. Raises UserError for one
-        row.
+        Halves only in the first step of one rank, and returns False otherwise. Raises UserError if
+        a micro-batch is one sequence.
         """
         if self.passes.captured_pass.drop_graphs():
             return True

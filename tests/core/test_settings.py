@@ -63,6 +63,9 @@ def test_command_line_overrides_file_and_file_overrides_defaults(tmp_path):
     assert type(config.rate) is float
     assert load_settings(Outer, [write(tmp_path, "\ufeffcount = 5\r\n")]).count == 5
     assert load_settings(Outer, []) == Outer()
+    assert load_settings(Outer, ["--paths", "flag=true"]).paths == (Path("flag=true"),)
+    (tmp_path / "a\tb").touch()  # of a run that is resumed
+    assert from_values(Outer, {"paths": [str(tmp_path / "a\tb")]}, "state.json").paths
     for value in (True, False):  # as sweeps of Weights & Biases write it
         assert load_settings(Outer, [f"--flag={value}", "--count=5"]) == Outer(flag=value, count=5)
 

@@ -547,7 +547,7 @@ def test_special_tokens_absorb_the_white_space_beside_them(flags, words, tmp_pat
 NAMED = [{"name": "tool_use", "template": CHATML_TEMPLATE}]
 
 
-@pytest.mark.parametrize("templates", [["text"], [{"name": "a"}], [1], 1, [], NAMED * 2])
+@pytest.mark.parametrize("templates", [["text"], [{"name": "a"}], [1], 1, NAMED * 2])
 def test_one_chat_template_is_taken_and_several_are_refused(templates, words, tmp_path: Path):
     words.with_special(CHATML_TOKENS).save(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))

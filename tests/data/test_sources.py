@@ -151,6 +151,11 @@ def test_a_folder_of_junk_is_taken_at_the_first_try(tmp_path: Path):
         make_dataset(tmp_path, tmp_path / "alone")
     assert error_of(tmp_path / "links").startswith(f"{tmp_path}/links/zero.txt: links to no file")
     assert "no files" in error_of(tmp_path / "links", globs=["*.md"])
+    compressed = gzip.compress(random.Random(0).randbytes(2**18).hex().encode())
+    (tmp_path / "links" / "zero.txt").unlink()
+    (tmp_path / "links" / "cut.txt.gz").write_bytes(compressed[: len(compressed) // 2])
+    with pytest.raises(UserError, match=r"cut\.txt\.gz: could not be read"):  # it may be text
+        make_dataset(tmp_path, tmp_path / "links")
     for name in [*JUNK, "old.md", "pipe", "loop"]:  # named, it is refused
         assert error_of(tmp_path / name).startswith(f"{tmp_path / name}: ")
     (tmp_path / "big.csv").write_text("text\n" + "one\n" * 200_000)

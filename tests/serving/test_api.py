@@ -256,7 +256,8 @@ REFUSALS = [
     (400, CHAT, {"messages": MESSAGES, "tools": TOOLS}, "tools"),
     (400, CHAT, {"messages": [{"role": "user", "content": "a" * 4000}]}, "messages"),
     *((400, CHAT, {"messages": messages}, "messages") for messages in WRONG_CHATS),
-    (400, CHAT, {"messages": MESSAGES, "continue_final_message": False}, "continue_final_message"),
+    (400, CHAT, {"messages": MESSAGES, "continue_final_message": True}, "messages"),
+    (400, CHAT, {"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt"),
     (400, CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
     (400, CHAT, {"messages": MESSAGES, "function_call": "auto"}, "function_call"),
     (400, CHAT, {"messages": MESSAGES, "response_format": {"type": "json"}}, "response_format"),
@@ -363,6 +364,7 @@ def test_a_request_sets_variables_of_the_template_and_continues_a_message():
         body = {"temperature": 0, "max_tokens": 8, "parse_special": True}
         (choice,), usage = complete(server, prompt=text, **body)
         prefill = {"role": "assistant", "content": "I li"}
+        assert ask(MESSAGES, continue_final_message=False)[1] == size  # vLLM's default
         options = {"continue_final_message": True, "add_generation_prompt": False}
         for message, more in ((prefill, options), (prefill, {}), (prefill | {"prefix": True}, {})):
             answer = ask([*MESSAGES, message], **more)

@@ -172,8 +172,9 @@ def encode_rendered(
     for match in (*names_pattern(tokenizer).finditer(text), None):
         stop = match.start() if match else len(text)
         segment = _encode_segment(tokenizer, text, start, stop)
-        for position in itertools.takewhile(stop.__ge__, positions[len(counts) :]):
-            before = _encode_segment(tokenizer, text, start, position)
+        while len(counts) < len(positions) and positions[len(counts)] <= stop:
+            # A token across the position is not complete there: those before it are counted.
+            before = _encode_segment(tokenizer, text, start, positions[len(counts)])
             counts.append(len(ids) + common_length(before, segment))
         ids += segment
         if match:

@@ -22,8 +22,10 @@ from engine.data.records.text import ExampleParser, to_text
 
 CHAT_FIELDS = ("messages", "conversations")
 LABEL_FIELD = "label"  # of KTO's data: whether an answer is one to learn
-PAIR_FIELDS = ("prompt", "completion")  # texts, or lists of messages
-ANSWER_FIELDS = ("completion", "chosen")  # lists of messages that may follow those of a prompt
+PROMPT_FIELD = "prompt"
+COMPLETION_FIELD = "completion"
+PAIR_FIELDS = (PROMPT_FIELD, COMPLETION_FIELD)  # texts, or lists of messages
+ANSWER_FIELDS = (COMPLETION_FIELD, "chosen")  # lists of messages that may follow those of a prompt
 PROMPT_SEPARATOR = "\n\n"  # between the texts of several prompt fields
 TOOLS_FIELD = "tools"  # the list that apply_chat_template of transformers takes
 SYSTEM_FIELDS = ("system", "system_prompt", "systemInstruction")  # texts beside the messages
@@ -82,22 +84,24 @@ def parse_chat(
     Messages of a prompt, beside those of its completion, get a weight of 0. A system text beside
     the messages comes first. Also returns notes on texts and keys that are not used. ``template``
     is that of an imported model. Raises UserError for a chat that is malformed, has turns that
-    cannot be encoded, or has no target, but for one that must only be answered.
+    cannot be encoded, or has no target although ``has_targets``.
     """
     if field:
         record, field = find_field(record, field)
-    present = (name for name in CHAT_FIELDS + PAIR_FIELDS[1:] if record.get(name) is not None)
+    candidates = (*CHAT_FIELDS, COMPLETION_FIELD)
+    present = (name for name in candidates if record.get(name) is not None)
     name = field or next(present, CHAT_FIELDS[0])
     messages = parse_value(record.get(name))
     if not messages or not isinstance(messages, list):
         raise UserError(describe_field(record, name, "--chat-field", "a list of messages"))
     fields = [name]
-    prompt = parse_value(record.get(PAIR_FIELDS[0]))
+    prompt = parse_value(record.get(PROMPT_FIELD))
+    # Messages that start with an answer continue the prompt; others contain it.
     if prompt and name not in CHAT_FIELDS and role_of(messages[0]) == "assistant":
         context = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         context = [{**turn, "weight": 0} if isinstance(turn, dict) else turn for turn in context]
         messages = [*context, *messages]
-        fields.append(PAIR_FIELDS[0])
+        fields.append(PROMPT_FIELD)
     system = next((name for name in SYSTEM_FIELDS if record.get(name)), "")
     if system and not any(role_of(message) == "system" for message in messages):
         value = record[system]

@@ -46,6 +46,10 @@ def read_records(
     return read_json(source, reader, notes)
 
 
+class NotTextError(UserError):
+    """A file that was read is not text. Unlike a failure to read it, it may be left out."""
+
+
 def is_one_document(source: Source, reader: Reader) -> bool:
     """Return whether all of a source is one document: plain text without a separator."""
     return source.kind == "text" and not reader.separator
@@ -64,7 +68,7 @@ def read_plain(source: Source, reader: Reader, notes: Notes) -> Iterator[Record]
     try:
         text = _decode(head, source, reader, notes) if is_small else ""
         size = 0 if is_small else _measure_text(source, reader)
-    except UserError:
+    except NotTextError:
         if not source.folder:
             raise
         notes.add(LEFT_OUT_NOTE, 1, source.title)
@@ -83,7 +87,7 @@ def _decode(data: bytes, source: Source, reader: Reader, notes: Notes, offset: i
     try:
         text = decode_utf8(data, reader, notes, offset == 0, offset)
     except UserError as error:
-        raise UserError(f"{source.name}: {error}") from None
+        raise NotTextError(f"{source.name}: {error}") from None
     return _join_cells(text, source) if source.suffixes[0] == ".ipynb" else clean_text(text, notes)
 
 
@@ -93,7 +97,7 @@ def _join_cells(text: str, source: Source) -> str:
         cells = [cell["source"] for cell in json.loads(text)["cells"]]
         return "\n\n".join("".join(cell) for cell in cells) + "\n"
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise UserError(f"{source.name}: is not a notebook. Rename it if it is text.") from None
+        raise NotTextError(f"{source.name}: is not a notebook. Rename it if it is text.") from None
 
 
 def _measure_text(source: Source, reader: Reader) -> int:
