@@ -145,10 +145,7 @@ def make_generator(
     """Return the model of a checkpoint with its tokenizer, to generate text."""
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     start = initial_tokens(tokenizer, checkpoint.state.documents)
-    state = checkpoint.state
-    has_base = state.imported or state.base or state.settings.get("init_from")
-    # What an imported model recommends is not for one that learned from scratch with its tokenizer.
-    sampling = cast(TextOptions, tokenizer.sampling if has_base else {})
+    sampling = cast(TextOptions, tokenizer.sampling)
     is_chat_model = checkpoint.is_chat_model
     return TextGenerator(model, tokenizer, start, is_chat_model, should_quantize, sampling=sampling)
 
