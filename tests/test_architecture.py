@@ -18,11 +18,11 @@ from engine.training.config import TrainConfig
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ("*.py", "engine", "config")
 # A change may lower them, and may not raise them.
-MAX_SOURCE_LINES = 17_610
-MAX_TEST_LINES = 18_000  # without tests/tools/
+MAX_SOURCE_LINES = 17_320
+MAX_TEST_LINES = 17_240
 MAX_TOOL_LINES = 450  # tests/tools/
 MAX_PAGE_LINES = 2_600  # HTML, CSS and JavaScript
-MAX_DOCUMENT_WORDS = 11_400  # in English: README.md and docs/
+MAX_DOCUMENT_WORDS = 10_700
 
 
 def read_changes() -> dict[str, tuple[str, list[str]]]:
