@@ -34,9 +34,10 @@ def check_constants(trees: dict[str, ast.Module]) -> Iterator[str]:
             targets = node.targets if isinstance(node, ast.Assign) else []
             targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
             for target in targets:
-                if isinstance(target, ast.Name) and target.id.isupper() and node.value:
+                value = ast.unparse(node.value) if node.value else "None"  # which has no unit
+                if isinstance(target, ast.Name) and target.id.isupper() and value != "None":
                     place = f"{path}:{node.lineno}"
-                    places[target.id][ast.unparse(node.value)] = place
+                    places[target.id][value] = place
                     if "_" not in target.id.strip("_"):
                         yield f"{place}: constant {target.id} must say quantity, bound or unit"
     for name, place_of_value in places.items():

@@ -1,7 +1,6 @@
 """Break the code of each invariant in turn, and check that its tests fail.
 
-python tests/tools/mutants.py [WORD …] takes those with one of the words in their names. It changes
-one file at a time, and restores it. Exit code 1: a mutant was missed, or its code changed.
+python tests/tools/mutants.py [WORD …] takes those with a word in their names. Exit code 1: one was missed.
 """
 
 import subprocess
