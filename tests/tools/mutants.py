@@ -1,6 +1,6 @@
 """Break the code of each invariant in turn, and check that its tests fail.
 
-python tests/tools/mutants.py [WORD …] takes those with a word in their names. Exit code 1: one was missed.
+python tests/tools/mutants.py [WORD …] takes those with a word in their names; exit code 1: missed.
 """
 
 import subprocess
