@@ -27,10 +27,7 @@ from engine.nn.specs import ParameterSpec, draw_initial_values, match_specs
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Architecture and size of a GPT. The defaults are a modern recipe.
-
-    A GPT sets sizes that are None; its ``config`` has all of them.
-    """
+    """Architecture and size of a modern GPT, which sets the sizes that are None."""
 
     vocab_size: Auto[bounds.Width] = AUTO  # Number of tokens, padding included; None: the data's.
     # Most tokens of a training row, and the context of a new model. None: fits the examples, or

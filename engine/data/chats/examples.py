@@ -88,8 +88,7 @@ def parse_chat(
     """
     if field:
         record, field = find_field(record, field)
-    candidates = (*CHAT_FIELDS, COMPLETION_FIELD)
-    present = (name for name in candidates if record.get(name) is not None)
+    present = (key for key in (*CHAT_FIELDS, COMPLETION_FIELD) if record.get(key) is not None)
     name = field or next(present, CHAT_FIELDS[0])
     messages = parse_value(record.get(name))
     if not messages or not isinstance(messages, list):
